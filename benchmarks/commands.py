@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Self
 
-from benchmarks.gauge import dialled, emit, machine, percentile, product_of, running
+from benchmarks.gauge import BareConnection, emit, machine, percentile, product_of, running
 from store import NodeInfo, layout, open_store
-from store.connection import Command, Connection, pack
+from store.replies import Command, pack
 
 SPACES: Final = tuple(letter * 64 for letter in "abcd")
 NODE, BOOT = "node-a", "b" * 16
@@ -57,7 +57,7 @@ class FilledServer:
 
     def __init__(self, url: str, records: int) -> None:
         self.url = url
-        self._connection: Connection = dialled(url)
+        self._connection = BareConnection(url)
         for space in SPACES:
             self.execute(("HSET", layout.namespace(space), "model", space[:4]))
         for start in range(0, records, PAGE):
@@ -74,9 +74,7 @@ class FilledServer:
         self._connection.close()
 
     def execute(self, *commands: Command) -> list[Any]:
-        deadline = time.monotonic() + 60.0
-        self._connection.send(pack(commands), deadline)
-        return self._connection.receive(len(commands), deadline)
+        return self._connection.exchange(commands)
 
     def holds(self) -> dict[str, list[float]]:
         """Milliseconds for which commands held the server since the last call, by their names."""
@@ -132,15 +130,15 @@ class Prober:
     def __init__(self, url: str) -> None:
         self.seconds: list[float] = []
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._probe, args=(dialled(url),))
+        self._thread = threading.Thread(target=self._probe, args=(BareConnection(url),))
         self._thread.start()
 
-    def _probe(self, connection: Connection) -> None:
+    def _probe(self, connection: BareConnection) -> None:
         ping = pack([("PING",)])
         while not self._over.wait(0.001):
             begun = time.perf_counter()
-            connection.send(ping, time.monotonic() + 30.0)
-            connection.receive(1, time.monotonic() + 30.0)
+            connection.send(ping)
+            connection.receive(1)
             self.seconds.append(time.perf_counter() - begun)
         connection.close()
 

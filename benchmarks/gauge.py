@@ -14,18 +14,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from store import EmbeddedServer, Location, Publishing, Record, open_store
-from store.connection import Connection
-from store.deployment import open_topology
-from store.url import parse
+from redis.connection import AbstractConnection, Connection, parse_url
+
+from store import EmbeddedServer, Location, MetadataStore, Publishing, Record, open_store
+from store.replies import Command, pack
+
+if TYPE_CHECKING:
+    from store.base import Mirror
 
 NAMESPACE = "f" * 64
 """As long as a real one: a SHA-256 in hex."""
 BOOT = "b" * 16
 SERVER_BYTES = 4 << 30
 LIFE_SECONDS = 1800.0
+REPLY_SECONDS = 60.0
+"""How long a bare connection waits for bytes."""
 
 
 def key_of(number: int) -> str:
@@ -125,12 +130,36 @@ def running(executable: str | None = None) -> Iterator[EmbeddedServer]:
         yield server
 
 
-def dialled(url: str) -> Connection:
-    """One bare connection, with RESP3."""
-    topology = open_topology(parse(url), 30.0, 30.0)
-    connection = topology.known_server_for("any").dial()
-    topology.close()
-    return connection
+class BareConnection:
+    """One connection of redis-py with RESP3, without a store. An error reply is raised."""
+
+    def __init__(self, url: str) -> None:
+        options: dict[str, Any] = parse_url(url)
+        kind: type[AbstractConnection] = options.pop("connection_class", Connection)
+        self._connection = kind(**options, protocol=3, socket_timeout=REPLY_SECONDS)
+        self._connection.connect()
+
+    def send(self, packed: bytes) -> None:
+        """Send what `store.server.pack` returned."""
+        self._connection.send_packed_command([packed])
+
+    def receive(self, count: int) -> list[Any]:
+        """The next `count` replies; pushes among them are skipped."""
+        return [self._connection.read_response() for _ in range(count)]
+
+    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+        self.send(pack(commands))
+        return self.receive(len(commands))
+
+    def close(self) -> None:
+        self._connection.disconnect()
+
+
+def mirror_of(store: MetadataStore) -> "Mirror":
+    """A mirror of `store` on the running loop."""
+    opened = store.mirror(lambda _: None)
+    assert opened is not None
+    return opened[0]
 
 
 def product_of(url: str) -> str:

@@ -10,22 +10,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gauge import BOOT, NAMESPACE, key_of, publishing_of, sampled_keys
+from benchmarks.gauge import BOOT, NAMESPACE, key_of, mirror_of, publishing_of, sampled_keys
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.node import SWITCH_SECONDS
 from lookup_buffer.times import BEAT_SECONDS
-from store import NodeInfo, StoreError, open_store
-from store.redis_store import RedisStore
+from store import BlockingStore, NodeInfo, StoreError, open_async_store
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from store.base import Found
-    from store.mirror import Mirror
+    from store.base import Found, Mirror
 
 KEYS = 10_000
 """Each belongs to one node, which publishes it again with a newer generation."""
@@ -64,14 +61,13 @@ class SimulatedNode:
 
     async def run(self, orders: "Connection[Any, Any]") -> None:
         loop = asyncio.get_running_loop()
-        store = open_store(self.plan.url, call_timeout_seconds=5.0)
-        assert isinstance(store, RedisStore)
-        mirror = store.mirror(loop, ThreadPoolExecutor(1))
+        store = open_async_store(self.plan.url, call_timeout_seconds=5.0)
+        mirror = mirror_of(store)
         generator = random.Random(self.plan.index)
         for key in sampled_keys(KEYS, WATCHED, generator):
             mirror.watch(NAMESPACE, key, self._on_change(mirror, key))
         threads = [
-            threading.Thread(target=run, args=(store,), daemon=True)
+            threading.Thread(target=run, args=(BlockingStore(store, loop),), daemon=True)
             for run in (self._beat, self._publish)
         ]
         for thread in threads:
@@ -90,9 +86,9 @@ class SimulatedNode:
         self._ending.set()
         asking.cancel()
         for thread in threads:
-            thread.join()
+            await asyncio.to_thread(thread.join)  # a call in it may still need this loop
         mirror.close()
-        store.close()
+        await store.close()
 
     def _on_change(self, mirror: "Mirror", key: str) -> Callable[[], None]:
         """A watcher's callback: the record is in the mirror again, with its publication time."""
@@ -117,7 +113,7 @@ class SimulatedNode:
                 begun = loop.time()
             await asyncio.sleep(begun + turn / QUESTIONS_PER_SECOND - loop.time())
 
-    def _beat(self, store: RedisStore) -> None:
+    def _beat(self, store: BlockingStore) -> None:
         """The metadata writer's work of each second."""
         directory = Directory(self.plan.name)
         info = NodeInfo(self.plan.name, BOOT, "tcp://127.0.0.1:1", "gpu-host", "0", 1, 1, 1)
@@ -132,7 +128,7 @@ class SimulatedNode:
             if self._ending.wait(BEAT_SECONDS):
                 return
 
-    def _publish(self, store: RedisStore) -> None:
+    def _publish(self, store: BlockingStore) -> None:
         """Publish all that is due in one round trip; publications are due at random moments."""
         own = range(self.plan.index, KEYS, self.plan.nodes)
         generator = random.Random(1000 + self.plan.index)

@@ -17,8 +17,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +27,12 @@ import torch
 from benchmarks.gauge import (
     BOOT,
     NAMESPACE,
-    dialled,
+    BareConnection,
     emit,
     key_of,
     machine,
     microseconds,
+    mirror_of,
     paired_ratio,
     product_of,
     publishing_of,
@@ -52,13 +52,12 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.shm.index import RemoteIndex
-from store import NodeInfo, layout, open_store, record_fields
-from store.connection import hgetall, pack
-from store.link import fields_of
-from store.redis_store import RedisStore
+from store import MetadataStore, NodeInfo, layout, open_async_store, open_store, record_fields
+from store.client import fields_of
+from store.replies import pack
 
 if TYPE_CHECKING:
-    from store.mirror import Mirror
+    from store.base import Mirror
 
 KEYS = 32
 VALUE = b"x" * 96
@@ -74,17 +73,15 @@ class LookupBenchmark:
 
     def __init__(self, url: str, rounds: int) -> None:
         self.rounds = rounds
-        store = open_store(url, call_timeout_seconds=5.0)
-        assert isinstance(store, RedisStore)
-        self._store = store
+        self._url = url
+        self._store = open_store(url, call_timeout_seconds=5.0)
         self._client = redis.Redis.from_url(url)
         self._names = [f"plain-{number}" for number in range(KEYS)]
         self._client.mset(dict.fromkeys(self._names, VALUE))
         self._directory = Directory("gpu-host-0002-ab12")
-        self._storage = Storage(BufferConfig(store_url=url))
         self._sequence = 0
         info = NodeInfo(HOLDER, BOOT, "tcp://127.0.0.1:1", "gpu-host-0001", "0", 1, 1, 1)
-        store.describe_node(info)
+        self._store.describe_node(info)
 
     def publish(self) -> None:
         """32 keys that every round looks up, and 32 new keys for each round."""
@@ -94,13 +91,26 @@ class LookupBenchmark:
                 [publishing_of(key, HOLDER, 1, 2**63) for key in keys[start : start + 500]]
             )
 
+    def close(self) -> None:
+        self._client.close()
+        self._store.close()
+
     async def measure(self) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
-        locator = MirrorLocator(loop, self._storage, self._directory, RemoteIndex())
+        storage = Storage(BufferConfig(store_url=self._url), loop, "reader")
+        locator = MirrorLocator(loop, storage, self._directory, RemoteIndex())
         locator.start()
-        mirror = self._store.mirror(loop, ThreadPoolExecutor(1))
+        try:
+            async with open_async_store(self._url, call_timeout_seconds=5.0) as store:
+                return await self._compare(locator, store)
+        finally:
+            await asyncio.to_thread(locator.close)  # which calls this loop
+            await asyncio.to_thread(storage.close)
+
+    async def _compare(self, locator: MirrorLocator, store: MetadataStore) -> dict[str, Any]:
+        mirror = mirror_of(store)
         warm = [key_of(number) for number in range(KEYS)]
-        self._beat()
+        await asyncio.to_thread(self._beat)
         await ask_mirror(mirror, warm)
         await ask_locator(locator, warm)
         assert locator.known(NAMESPACE, warm) == [True] * KEYS
@@ -110,27 +120,24 @@ class LookupBenchmark:
         for number in range(1, self.rounds + 1):
             cold = [key_of(number * KEYS + index) for index in range(KEYS)]
             if number % 500 == 0:
-                self._beat()
+                await asyncio.to_thread(self._beat)
             times["mget"].append(seconds_of(lambda: self._client.mget(self._names)))
             times["known"].append(seconds_of(lambda: locator.known(NAMESPACE, warm)))
             times["mirror_warm"].append(await ask_mirror(mirror, warm))
             times["mirror_cold"].append(await ask_mirror(mirror, cold))
-            times["store"].append(seconds_of(lambda: self._store.locate(NAMESPACE, warm)))
-        renewal_pushes = await self._renew(mirror, warm)
+            times["store"].append(await seconds_until(store.locate(NAMESPACE, warm)))
+        renewal_pushes = await self._renew(mirror, store, warm)
         mirror.close()
-        locator.close()
-        self._storage.close()
-        self._store.close()
         return {
             name: microseconds(taken) | {"times_mget": paired_ratio(taken, times["mget"])}
             for name, taken in times.items()
         } | {"pushes_by_renewing_32": renewal_pushes}
 
-    async def _renew(self, mirror: "Mirror", keys: Sequence[str]) -> int:
+    async def _renew(self, mirror: "Mirror", store: MetadataStore, keys: Sequence[str]) -> int:
         """Invalidations by a holder that renews its records, as each walk of the inventory does."""
         await ask_mirror(mirror, keys)
         before = mirror.pushes
-        self._store.publish_many([publishing_of(key, HOLDER, 1, 2**63) for key in keys])
+        await store.publish_many([publishing_of(key, HOLDER, 1, 2**63) for key in keys])
         await asyncio.sleep(0.5)
         return mirror.pushes - before
 
@@ -148,17 +155,17 @@ def measure_parts(url: str, rounds: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {
         part: [] for part in ("mget", "name_and_pack", "round_trip", "fields", "record")
     }
-    connection = dialled(url)
+    connection = BareConnection(url)
     with redis.Redis.from_url(url) as client:
         client.config_resetstat()
         for _ in range(rounds):
             times["mget"].append(seconds_of(lambda: client.mget(plain)))
             begun = time.perf_counter()
-            packed = pack([hgetall(layout.record(NAMESPACE, key)) for key in keys])
+            packed = pack([("HGETALL", layout.record(NAMESPACE, key)) for key in keys])
             times["name_and_pack"].append(time.perf_counter() - begun)
             begun = time.perf_counter()
-            connection.send(packed, time.monotonic() + 5.0)
-            replies = connection.receive(KEYS, time.monotonic() + 5.0)
+            connection.send(packed)
+            replies = connection.receive(KEYS)
             times["round_trip"].append(time.perf_counter() - begun)
             begun = time.perf_counter()
             hashes = [fields_of(reply) for reply in replies]
@@ -177,6 +184,12 @@ def measure_parts(url: str, rounds: int) -> dict[str, Any]:
         "server_32_hgetall": round(KEYS * spent["cmdstat_hgetall"]["usec_per_call"], 1),
     }
     return {part: microseconds(taken)["p50_us"] for part, taken in times.items()} | server
+
+
+async def seconds_until(answer: Awaitable[object]) -> float:
+    start = time.perf_counter()
+    await answer
+    return time.perf_counter() - start
 
 
 async def ask_mirror(mirror: "Mirror", keys: Sequence[str]) -> float:
@@ -262,6 +275,7 @@ def measure(rounds: int, count: int) -> dict[str, Any]:
         lookups = LookupBenchmark(server.url, rounds)
         lookups.publish()
         report["questions"] = asyncio.run(lookups.measure())
+        lookups.close()
         report["parts"] = measure_parts(server.url, rounds)
         wakes = {"watcher_told": asyncio.run(measure_watch_wakes(server.url, count))}
         with two_nodes(server.url) as nodes:

@@ -19,7 +19,6 @@ import argparse
 import multiprocessing
 import random
 import time
-from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -28,7 +27,7 @@ import redis
 from benchmarks.gauge import (
     BOOT,
     NAMESPACE,
-    dialled,
+    BareConnection,
     emit,
     key_of,
     machine,
@@ -45,14 +44,14 @@ from benchmarks.gauge import (
 from lookup_buffer.node.directory import Directory
 from store import (
     LOCATIONS_MAX,
+    BlockingStore,
     EmbeddedServer,
-    MetadataStore,
     NodeInfo,
     Publication,
     layout,
     open_store,
 )
-from store.connection import Connection, pack
+from store.tracking import TRACK
 
 RECORDS = (1_000, 10_000, 100_000, 1_000_000)
 KEYS = 32
@@ -73,9 +72,9 @@ class FilledServer:
         self.pid = server.pid
         self.url = server.url
         self.records = records
-        self.store: MetadataStore = open_store(server.url, call_timeout_seconds=CALL_SECONDS)
+        self.store: BlockingStore = open_store(server.url, call_timeout_seconds=CALL_SECONDS)
         self.client = redis.Redis.from_url(server.url)
-        self._raw = dialled(server.url)
+        self._raw = BareConnection(server.url)
         # Scripts and connections are set up first, whatever the number of records.
         self.store.publish_many([publishing_of("first", node_name(0), 1, 1)])
         self.store.withdraw(NAMESPACE, "first", node_name(0), reason="measured")
@@ -110,7 +109,7 @@ class FilledServer:
                 location = publishing_of(key_of(n), node_name(index), n + 1, 2**63 + n).location
                 name = layout.record(NAMESPACE, key_of(n))
                 commands.append(("HSET", name, f"at:{location.node}", location.text))
-            self.exchange(commands)
+            self._raw.exchange(commands)
         found = self.store.locate(NAMESPACE, [key_of(0), key_of(self.records - 1)])
         assert all(record and len(record.locations) == index + 1 for record in found)
 
@@ -130,9 +129,6 @@ class FilledServer:
         self._raw.close()
         self.client.close()
         self.store.close()
-
-    def exchange(self, commands: Sequence[tuple[str, ...]]) -> None:
-        exchange(self._raw, commands)
 
     def _cost(self, begun: float, begun_cpu: float, count: int) -> dict[str, float]:
         busy = main_thread_seconds(self.pid) - begun_cpu
@@ -258,7 +254,7 @@ def measure_tracking(program: str | None, records: int) -> dict[str, Any]:
         filled.publish_all()
         unconnected = filled.used_bytes()
         # A reader's own connection costs memory that is not part of the table.
-        trackers = [dialled(server.url) for _ in range(TRACKERS[-1])]
+        trackers = [BareConnection(server.url) for _ in range(TRACKERS[-1])]
         for tracker in trackers:
             read_all(tracker, 1000)
         before = filled.used_bytes()
@@ -266,7 +262,7 @@ def measure_tracking(program: str | None, records: int) -> dict[str, Any]:
         tracking = 0
         for count in TRACKERS:
             for tracker in islice(trackers, tracking, count):
-                exchange(tracker, [("CLIENT", "TRACKING", "ON")])
+                tracker.exchange([TRACK])
                 read_all(tracker, records)
             tracking = count
             grown = filled.used_bytes() - before
@@ -281,17 +277,11 @@ def measure_tracking(program: str | None, records: int) -> dict[str, Any]:
     }
 
 
-def read_all(connection: Connection, records: int) -> None:
+def read_all(connection: BareConnection, records: int) -> None:
     """EXISTS is the shortest command that counts as reading a key."""
     for start in range(0, records, PAGE):
         numbers = range(start, min(start + PAGE, records))
-        exchange(connection, [("EXISTS", layout.record(NAMESPACE, key_of(n))) for n in numbers])
-
-
-def exchange(connection: Connection, commands: Sequence[tuple[str, ...]]) -> None:
-    deadline = time.monotonic() + CALL_SECONDS
-    connection.send(pack(commands), deadline)
-    connection.receive(len(commands), deadline)
+        connection.exchange([("EXISTS", layout.record(NAMESPACE, key_of(n))) for n in numbers])
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.gauge import NAMESPACE, key_of, microseconds, publishing_of
+from benchmarks.gauge import NAMESPACE, key_of, microseconds, mirror_of, publishing_of
 from lookup_buffer import BufferConfig, ClaimOutcome, LookupBuffer, TensorKey
 from lookup_buffer.runtime import to_json
-from store import open_store
-from store.redis_store import RedisStore
+from store import open_async_store, open_store
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -80,16 +78,14 @@ def publish_on_order(url: str, rest: Rest, orders: "Connection[Any, Any]") -> No
 
 async def measure_watch_wakes(url: str, count: int, rest: Rest = REST_SECONDS) -> dict[str, Any]:
     """Until `Mirror.watch` notifies: the record is read again by then."""
-    loop = asyncio.get_running_loop()
     context = multiprocessing.get_context("spawn")
     orders, theirs = context.Pipe()
     process = context.Process(target=publish_on_order, args=(url, rest, theirs), daemon=True)
     process.start()
     theirs.close()  # so that the end of the process is detected
     assert orders.recv() == "ready"
-    store = open_store(url, call_timeout_seconds=5.0)
-    assert isinstance(store, RedisStore)
-    mirror = store.mirror(loop, ThreadPoolExecutor(1))
+    store = open_async_store(url, call_timeout_seconds=5.0)
+    mirror = mirror_of(store)
     seconds, pings = [], []
     for number in range(count):
         key = key_of(int(rest[0] * 1e6) << 40 | number)
@@ -105,7 +101,7 @@ async def measure_watch_wakes(url: str, count: int, rest: Rest = REST_SECONDS) -
     orders.send(None)
     process.join(timeout=10.0)
     mirror.close()
-    store.close()
+    await store.close()
     return {"since_publication": microseconds(seconds), "ping_after_rest": microseconds(pings)}
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from connectors.pass_time import FIRST_SIGHT_SECONDS, IDLE_SECONDS
+from lookup_buffer.access import check_store_url
 from lookup_buffer.config import (
     GIB,
     SECRETS,
@@ -29,7 +30,7 @@ from lookup_buffer.environment import read_secret
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.protocol.fields import SECONDS_MAX
 from store import redact
-from store.url import parse
+from store.schemes import may_hold_password
 
 SECRET_FILES = {f"{name}_file": name for name in SECRETS}
 _PRINTED = "vLLM prints its settings at start, so a secret must not be one; allowed"
@@ -47,10 +48,6 @@ class SharedSettings(BufferConfig):
     """File with the fleet's token, instead of `token`."""
     http_token_file: Path | None = None
     """File with the token for `/metrics`, instead of `http_token`."""
-    store_password_file: Path | None = None
-    """File with the store's password, instead of `store_password`."""
-    store_sentinel_password_file: Path | None = None
-    """File with the sentinels' password, instead of `store_sentinel_password`."""
     weights_version: str = Field(default="", max_length=256)
     """A name for the weights, for when their content cannot be read. Change it when the weights
     change in place."""
@@ -75,9 +72,7 @@ class SharedSettings(BufferConfig):
     @field_validator("store_url")
     @classmethod
     def _readable_url(cls, value: str) -> str:
-        if value != "embedded":
-            parse(value)
-        return value
+        return check_store_url(value)
 
     @property
     def pin_budget_bytes(self) -> int:
@@ -141,6 +136,8 @@ def parse_as(kind: type[Settings], raw: Mapping[str, Any], where: str) -> Settin
     for file_setting, name in SECRET_FILES.items():
         if raw.get(name) is not None:
             raise ConfigError(f"setting {name!r} is (hidden); {_PRINTED}: {file_setting!r}")
+        if file_setting in BufferConfig.model_fields:
+            continue  # the node reads it, at each connect
         if isinstance(path := raw.get(file_setting), str | Path):
             secrets[name] = read_secret(Path(path), f"the file of setting {file_setting!r}")
     try:
@@ -149,7 +146,7 @@ def parse_as(kind: type[Settings], raw: Mapping[str, Any], where: str) -> Settin
         raise explain(error, kind, raw) from None
     except TypeError as error:  # a key that is no string cannot be a keyword argument
         raise ConfigError(f"{where}: every name must be a string") from error
-    if settings.store_url != "embedded" and parse(settings.store_url).with_secret:
+    if settings.store_url != "embedded" and may_hold_password(settings.store_url):
         raise ConfigError(
             f"setting 'store_url' is {redact(settings.store_url)!r}; {_PRINTED}: a URL without "
             "password, and 'store_password_file' or 'store_sentinel_password_file'"

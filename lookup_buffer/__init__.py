@@ -55,13 +55,13 @@ if TYPE_CHECKING:
     from lookup_buffer.namespace import Namespace as Namespace
     from lookup_buffer.protocol.messages import ClaimOutcome as ClaimOutcome
     from lookup_buffer.protocol.messages import InsertOutcome as InsertOutcome
+    from store import BlockingStore as BlockingStore
     from store import ClaimState as ClaimState
-    from store import MetadataStore as MetadataStore
 
 _MODULES = {
     "store": (
         "ClaimState",
-        "MetadataStore",
+        "BlockingStore",
     ),
     "lookup_buffer.client.handles": (
         "ClaimAnswer",

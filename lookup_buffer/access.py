@@ -7,15 +7,18 @@ of an embedded store. Any thread; starts none.
 """
 
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
-from lookup_buffer.environment import settings_of_environment
+from lookup_buffer.environment import read_secret, settings_of_environment
 from lookup_buffer.errors import ConfigError
-from store import MetadataStore, StoreUrlError, open_store, redact
-from store.url import SCHEMES, parse
+from store import BlockingStore, MetadataStore, StoreUrlError, open_async_store, redact
+from store.schemes import is_foreign, unknown_scheme
+from store.url import parse
 
 
 def runtime_directory(named: Path | None) -> Path:
@@ -52,21 +55,34 @@ def _default_directory() -> Path:
 EMBEDDED: Final = "embedded"
 TIMEOUT_SECONDS: Final = 0.25
 TIMEOUT_SECONDS_MAX: Final = 30.0
+PASSWORDS: Final = (
+    ("store_password", "store_password_file", "store_credential_provider"),
+    ("store_sentinel_password", "store_sentinel_password_file"),
+)
+"""Ways to give the same password, of which one may be used."""
+_IMPORT_PATH: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _SETTINGS: Final = (
-    "store_url", "store_password", "store_sentinel_password", "store_timeout_seconds", "directory",
+    "store_url", *PASSWORDS[0], *PASSWORDS[1], "store_timeout_seconds", "directory",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
     """Settings for the store. `url` is as set; `directory` is the node's runtime directory, in
-    which the embedded server listens if `url` is `embedded`."""
+    which the embedded server listens if `url` is `embedded`.
+
+    The files of passwords are read, and the credential provider is asked, at each connect.
+    """
 
     url: str = EMBEDDED
     password: str | None = field(default=None, repr=False)
     sentinel_password: str | None = field(default=None, repr=False)
     timeout_seconds: float = TIMEOUT_SECONDS
     directory: Path | None = None
+    password_file: Path | None = None
+    sentinel_password_file: Path | None = None
+    credential_provider: str | None = None
+    """Import path, `package.module:attribute`."""
 
     @classmethod
     def from_environment(cls, **overrides: str | Path | None) -> "StoreAccess":
@@ -76,25 +92,63 @@ class StoreAccess:
         Raises:
             ConfigError: a setting is wrong.
         """
-        settings: dict[str, str | Path] = dict(settings_of_environment(_SETTINGS))
-        settings |= {name: value for name, value in overrides.items() if value is not None}
-        directory = settings.get("directory")
-        password = settings.get("store_password")
-        sentinel_password = settings.get("store_sentinel_password")
+        given = {name: value for name, value in overrides.items() if value is not None}
+        settings = override(settings_of_environment(_SETTINGS), given)
+
+        def text(name: str) -> str | None:
+            return str(settings[name]) if name in settings else None
+
+        def path(name: str) -> Path | None:
+            return Path(settings[name]).absolute() if name in settings else None
+
         access = cls(
-            _checked_url(str(settings.get("store_url", EMBEDDED))),
-            None if password is None else str(password),
-            None if sentinel_password is None else str(sentinel_password),
+            _checked_url(text("store_url") or EMBEDDED),
+            text("store_password"),
+            text("store_sentinel_password"),
             _checked_seconds(settings.get("store_timeout_seconds", TIMEOUT_SECONDS)),
-            Path(directory) if directory else None,
+            path("directory"),
+            path("store_password_file"),
+            path("store_sentinel_password_file"),
+            text("store_credential_provider"),
         )
         access.check_passwords()
         return access
 
     def check_passwords(self) -> None:
-        """Raises StoreUrlError: the URL names a user that has no password."""
-        if self.url != EMBEDDED:
-            parse(self.url).with_passwords(self.password, self.sentinel_password)
+        """
+        Raises:
+            StoreUrlError: the URL names a user that has no password. Only a package knows the users
+                in its URLs.
+            ConfigError: a password is given in two ways, its file cannot be read, or the provider's
+                import path is none.
+        """
+        for settings, values in (
+            (PASSWORDS[0], (self.password, self.password_file, self.credential_provider)),
+            (PASSWORDS[1], (self.sentinel_password, self.sentinel_password_file)),
+        ):
+            pairs = zip(settings, values, strict=True)
+            given = [repr(name) for name, value in pairs if value is not None]
+            if len(given) > 1:
+                raise ConfigError(f"set only one of {' and '.join(given)}")
+        provider = self.credential_provider
+        if provider is not None and not _IMPORT_PATH.fullmatch(provider):
+            raise ConfigError(
+                f"setting 'store_credential_provider' is {provider!r}; allowed: an import path, "
+                "package.module:attribute"
+            )
+        for name, file in (
+            ("store_password_file", self.password_file),
+            ("store_sentinel_password_file", self.sentinel_password_file),
+        ):
+            if file is not None:
+                read_secret(file, f"the file of setting {name!r}")
+        if self.url != EMBEDDED and not is_foreign(self.url):
+            parse(self.url).with_passwords(
+                self.password,
+                self.sentinel_password,
+                provided=bool(self.password_file or self.credential_provider),
+                sentinel_provided=self.sentinel_password_file is not None,
+            )
 
     def actual_url(self) -> str:
         """The URL to connect to. Raises ConfigError: see `runtime_directory`, for `embedded`."""
@@ -103,25 +157,59 @@ class StoreAccess:
         return self.url
 
     def check_files(self) -> None:
-        """Raises ConfigError: a TLS file named in the URL cannot be used."""
-        if self.url == EMBEDDED or not (files := dict(parse(self.url).tls_files)):
+        """Raises ConfigError: a TLS option of the URL or the credential provider cannot be used."""
+        self._provider()
+        if self.url == EMBEDDED or is_foreign(self.url):
             return
-        from store.tls import TlsFileError, tls_context  # imports OpenSSL, needed for TLS only
+        options = parse(self.url).tls_options
+        if not options:
+            return
+        from store.tls import TlsOptionError, tls_context  # imports OpenSSL, needed for TLS only
 
         try:
-            tls_context(files)
-        except TlsFileError as error:
+            tls_context(options)
+        except TlsOptionError as error:
             raise ConfigError(f"setting 'store_url': {error}") from None
 
-    def open(self, url: str, seconds: float) -> MetadataStore:
-        """The store at `url`, with these passwords; `seconds` bounds each call and connect."""
-        return open_store(
+    def open(self, url: str, seconds: float, *, name: str) -> BlockingStore:
+        """The store at `url`, for commands; `seconds` bounds each call and connect."""
+        return BlockingStore(self.open_async(url, seconds, name=name))
+
+    def open_async(self, url: str, seconds: float, *, name: str) -> MetadataStore:
+        """The store at `url`, with these passwords. `name` is part of its connections' names.
+
+        Raises:
+            ConfigError: the credential provider cannot be imported.
+        """
+        return open_async_store(
             url,
             call_timeout_seconds=seconds,
             connect_timeout_seconds=seconds,
             password=self.password,
             sentinel_password=self.sentinel_password,
+            password_file=self.password_file,
+            sentinel_password_file=self.sentinel_password_file,
+            credential_provider=self._provider(),
+            name=name,
         )
+
+    def _provider(self) -> Any:
+        """The credential provider, or None."""
+        if self.credential_provider is None:
+            return None
+        from store.credentials import load_provider  # imports redis-py
+
+        try:
+            return load_provider(self.credential_provider)
+        except StoreUrlError as error:
+            raise ConfigError(f"setting 'store_credential_provider': {error}") from error
+
+
+def override(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` with those that are `given`. A password given in one way replaces one given in
+    another way."""
+    replaced = {name for ways in PASSWORDS if given.keys() & set(ways) for name in ways}
+    return {name: settings[name] for name in settings if name not in replaced} | dict(given)
 
 
 def embedded_url(directory: Path) -> str:
@@ -130,15 +218,16 @@ def embedded_url(directory: Path) -> str:
 
 
 def check_store_url(value: str) -> str:
-    """`value`, if it is a valid store URL. Raises ValueError, which states the form allowed."""
+    """`value`, if it is a valid store URL. Raises ValueError, which states the form allowed.
+
+    Of a package's URL the scheme is checked; the rest when the package opens the store.
+    """
     if value == EMBEDDED:
         return value
-    if value.partition("://")[0].lower() not in SCHEMES:
-        raise ValueError(
-            "'embedded' or a URL that begins with one of "
-            + ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        )
-    parse(value)
+    if allowed := unknown_scheme(value):
+        raise ValueError(f"'embedded' or {allowed}")
+    if not is_foreign(value):
+        parse(value)
     return value
 
 

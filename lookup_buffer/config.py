@@ -31,11 +31,13 @@ from lookup_buffer.access import (
     TIMEOUT_SECONDS_MAX,
     StoreAccess,
     check_store_url,
+    override,
     runtime_directory,
 )
 from lookup_buffer.environment import parse_bytes, settings_of_environment
 from lookup_buffer.errors import ConfigError
 from store import redact
+from store.schemes import is_foreign
 from store.url import SCHEMES
 
 GIB = 1 << 30
@@ -79,10 +81,20 @@ class BufferConfig(BaseModel):
     """Metadata store: `embedded` (a Valkey on this host), or a Redis or Valkey URL."""
     store_password: SecretStr | None = None
     """Password for the store, kept out of the URL."""
+    store_password_file: Path | None = None
+    """File that holds this password. It is read at each connect, so the password may change."""
     store_sentinel_password: SecretStr | None = None
     """Password for the store's sentinels, if they have a separate one."""
+    store_sentinel_password_file: Path | None = None
+    """File that holds this password. It is read at each connect."""
+    store_credential_provider: str | None = None
+    """Import path, `package.module:attribute`, of a `redis.credentials.CredentialProvider` that the
+    node asks for user and password at each connect, or of what makes one without arguments."""
     store_timeout_seconds: float = Field(default=TIMEOUT_SECONDS, gt=0, le=TIMEOUT_SECONDS_MAX)
     """Bound on one call to the store."""
+    store_opentelemetry: bool = False
+    """Record redis-py's OpenTelemetry metrics of the node's connections to the store. Where they go
+    is said by OpenTelemetry's own variables, as OTEL_EXPORTER_OTLP_ENDPOINT."""
     mirror: bool = True
     """Keep a mirror of the store's records, updated by its push messages; off: query it always."""
     capacity_bytes: Bytes = Field(default=4 * GIB, ge=1 << 20)
@@ -118,6 +130,11 @@ class BufferConfig(BaseModel):
     @classmethod
     def _known_store(cls, value: str) -> str:
         return check_store_url(value)
+
+    @field_validator("store_password_file", "store_sentinel_password_file")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.absolute()  # a node runs in /
 
     @field_validator("capacity_bytes")
     @classmethod
@@ -187,16 +204,16 @@ class BufferConfig(BaseModel):
     def from_environment(cls, **overrides: Any) -> "BufferConfig":
         """Settings from `LOOKUP_BUFFER_<NAME>` variables; `overrides` that are not None win.
 
-        `LOOKUP_BUFFER_<NAME>_FILE` names a file that holds the value instead, as for `token`.
+        `LOOKUP_BUFFER_<NAME>_FILE` names a file that holds the value instead, as for `token`. Those
+        of the store's passwords are settings of their own, since they are read at each connect.
         """
-        settings: dict[str, Any] = dict(settings_of_environment(cls.model_fields))
-        settings |= {name: value for name, value in overrides.items() if value is not None}
-        return cls.of(settings)
+        given = {name: value for name, value in overrides.items() if value is not None}
+        return cls.of(override(settings_of_environment(cls.model_fields), given))
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """The fields that repr and str show, without a password in a URL."""
         for name, value in super().__repr_args__():
-            yield name, _shown(value)
+            yield name, _shown(value, str(name))
 
     def runtime_directory(self) -> Path:
         """The directory of this host's node, created with mode 0700, its owner and mode checked.
@@ -216,6 +233,9 @@ class BufferConfig(BaseModel):
             else None,
             self.store_timeout_seconds,
             self.directory,
+            self.store_password_file,
+            self.store_sentinel_password_file,
+            self.store_credential_provider,
         )
 
     def expectations(self) -> dict[str, str | int]:
@@ -224,7 +244,7 @@ class BufferConfig(BaseModel):
         token = self.token.get_secret_value() if self.token else ""
         return {
             "capacity_bytes": self.capacity_bytes,
-            "store_url": redact(self.store_url),
+            "store_url": _store_identity(self.store_url),
             "token": hashlib.sha256(f"lookup-buffer:{token}".encode()).hexdigest()[:16],
         }
 
@@ -315,8 +335,17 @@ def explain(
     secret = field is not None and "Secret" in str(field.annotation)
     if secret and f"{name}_file" in settings:
         name = f"{name}_file"
-    shown = "(hidden)" if secret else repr(_shown(settings.get(name)))
+    shown = "(hidden)" if secret else repr(_shown(settings.get(name), name))
     return ConfigError(f"setting {name!r} is {shown}; allowed: {allowed}")
+
+
+def _store_identity(url: str) -> str:
+    """`url` without credentials; equal for equal stores."""
+    if not is_foreign(url):
+        return redact(url)
+    rest = url.partition("://")[2].partition("?")[0]
+    place = rest.rpartition("@")[2]  # without user and password, which the digest would betray
+    return f"{redact(url)} ({hashlib.sha256(place.encode()).hexdigest()[:8]})"
 
 
 def _nearest(name: str, model: type[BaseModel]) -> str:
@@ -326,10 +355,11 @@ def _nearest(name: str, model: type[BaseModel]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; allowed: {sorted(model.model_fields)}"
 
 
-def _shown(value: object) -> object:
-    """`value` without credentials, if it is a URL."""
+def _shown(value: object, name: str) -> object:
+    """The setting's `value` without credentials, if it is a URL."""
     if not isinstance(value, str):
         return value
-    # Also URLs without '@', as redis://:password without a host.
+    # Also URLs without '@', as redis://:password without a host, and those of packages.
     of_store = value.partition("://")[0].lower() in SCHEMES
+    of_store = of_store or (name == "store_url" and is_foreign(value))
     return redact(value) if of_store or "@" in value or ("?" in value and "://" in value) else value

@@ -20,17 +20,18 @@ _SIZE_STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 def settings_of_environment(names: Iterable[str]) -> dict[str, str]:
     """The values of these settings that are set; `LOOKUP_BUFFER_<NAME>_FILE` names a file with the
-    value. An empty variable counts as not set.
+    value, unless the file itself is a setting. An empty variable counts as not set.
 
     Raises:
         ConfigError: such a file cannot be read, or is empty.
     """
     settings = {}
+    names = tuple(names)
     for name in names:
         variable = ENVIRONMENT_PREFIX + name.upper()
         if value := os.environ.get(variable):
             settings[name] = value
-        elif path := os.environ.get(variable + "_FILE"):
+        elif f"{name}_file" not in names and (path := os.environ.get(variable + "_FILE")):
             settings[name] = read_secret(Path(path), f"the file of setting {name!r}")
     return settings
 

@@ -5,6 +5,9 @@ packages, reads no environment variables and writes no log. Start with `open_sto
 is the contract.
 """
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 from store.answers import (
     GONE_SECONDS,
     Beat,
@@ -20,7 +23,8 @@ from store.answers import (
     ServerInfo,
     Withdrawing,
 )
-from store.base import TTL_SECONDS, Found, MetadataStore
+from store.base import TTL_SECONDS, BrowsableStore, Found, MetadataStore
+from store.blocking import BlockingStore
 from store.embedded import EmbeddedServer
 from store.errors import (
     EmbeddedServerError,
@@ -28,6 +32,7 @@ from store.errors import (
     StoreCorrupt,
     StoreError,
     StoreFull,
+    StoreNotBrowsable,
     StoreRefused,
     StoreUnavailable,
     StoreUrlError,
@@ -40,8 +45,15 @@ from store.record import (
     Location,
     PoolEndpoint,
     Record,
+    check_namespace,
+    check_node,
+    check_token,
 )
-from store.url import parse, redact
+from store.schemes import is_foreign, open_foreign
+from store.url import StoreUrl, parse, redact
+
+if TYPE_CHECKING:
+    from redis.credentials import CredentialProvider
 
 __all__ = [
     "DEVICE",
@@ -50,6 +62,8 @@ __all__ = [
     "POOLS_MAX",
     "TTL_SECONDS",
     "Beat",
+    "BlockingStore",
+    "BrowsableStore",
     "ClaimAnswer",
     "ClaimState",
     "Claiming",
@@ -72,36 +86,105 @@ __all__ = [
     "StoreCorrupt",
     "StoreError",
     "StoreFull",
+    "StoreNotBrowsable",
     "StoreRefused",
     "StoreUnavailable",
     "StoreUrlError",
     "Withdrawing",
+    "check_namespace",
+    "check_node",
+    "check_token",
+    "open_async_store",
     "open_store",
     "redact",
 ]
 
 
-def open_store(
+def open_async_store(
     url: str,
     *,
     call_timeout_seconds: float = 0.25,
     connect_timeout_seconds: float = 0.25,
     password: str | None = None,
     sentinel_password: str | None = None,
+    password_file: Path | None = None,
+    sentinel_password_file: Path | None = None,
+    credential_provider: "CredentialProvider | None" = None,
+    name: str = "",
 ) -> MetadataStore:
     """Open the store at `url`. Connects on first use, so a server that is down is no error here.
 
     `password` and `sentinel_password` replace those in the URL. `call_timeout_seconds` bounds each
-    operation, `connect_timeout_seconds` its connecting.
+    operation, `connect_timeout_seconds` its connecting. `name` is part of the names of connections.
+    A scheme that is not one of Redis' is looked for among installed packages: see `docs/stores.md`.
+
+    A password that may change is read anew for each connection: from `password_file`, which
+    replaces all other passwords, or by `credential_provider`, which replaces `password_file`.
+    `sentinel_password_file` is that of the sentinels.
 
     Raises:
-        StoreUrlError: the URL cannot be used, or names a user without a password.
+        StoreUrlError: the URL or the package cannot be used, or a user has no password.
     """
-    address = parse(url)
-    from store.redis_store import RedisStore  # imports hiredis, not needed to check a URL
+    if is_foreign(url):
+        if credential_provider is not None:
+            raise StoreUrlError(
+                f"store URL {redact(url)!r}: a credential provider is for Redis and Valkey only"
+            )
+        return open_foreign(
+            url,
+            call_timeout_seconds=call_timeout_seconds,
+            connect_timeout_seconds=connect_timeout_seconds,
+            password=_password_now(password, password_file, "store_password_file"),
+            sentinel_password=_password_now(
+                sentinel_password, sentinel_password_file, "store_sentinel_password_file"
+            ),
+            name=name,
+        )
+    address = parse(url).with_passwords(
+        password,
+        sentinel_password,
+        provided=bool(password_file or credential_provider),
+        sentinel_provided=sentinel_password_file is not None,
+    )
+    from store.redis_store import RedisStore  # imports redis-py, not needed to check a URL
+    from store.topology import open_topology
 
     return RedisStore(
-        address.with_passwords(password, sentinel_password),
-        call_timeout_seconds=call_timeout_seconds,
-        connect_timeout_seconds=connect_timeout_seconds,
+        open_topology(
+            address,
+            call_timeout_seconds=call_timeout_seconds,
+            connect_timeout_seconds=connect_timeout_seconds,
+            credentials=_credentials(address, password_file, credential_provider),
+            sentinel_credentials=_sentinel_credentials(address, sentinel_password_file),
+            name=name,
+        )
     )
+
+
+def _password_now(password: str | None, file: Path | None, setting: str) -> str | None:
+    """The password for a store of a package, which gets it once."""
+    from store.credentials import read_password
+
+    return password if file is None else read_password(file, setting)
+
+
+def _credentials(
+    address: StoreUrl, file: Path | None, provider: "CredentialProvider | None"
+) -> "CredentialProvider | None":
+    from store.credentials import PasswordFile, ProviderLogin
+
+    if provider is not None:
+        return ProviderLogin(provider, address.username)
+    return None if file is None else PasswordFile(file, "store_password_file", address.username)
+
+
+def _sentinel_credentials(address: StoreUrl, file: Path | None) -> "CredentialProvider | None":
+    from store.credentials import PasswordFile
+
+    setting, user = "store_sentinel_password_file", address.sentinel_username
+    return None if file is None else PasswordFile(file, setting, user)
+
+
+def open_store(url: str, **options: Any) -> BlockingStore:
+    """As `open_async_store`, for threads and commands."""
+    return BlockingStore(open_async_store(url, **options))

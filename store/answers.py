@@ -1,7 +1,9 @@
 """Arguments and results of a store's operations, except records."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from typing import NamedTuple
 
 from store.record import POOLS_MAX, DeviceLocation, Location, PoolEndpoint, Record, check_node
 
@@ -191,3 +193,73 @@ class ServerInfo:
     used_memory_bytes: int
     policy: str
     mode: str
+
+
+Address = tuple[str, str]
+"""(namespace, key)."""
+
+
+class Claim(NamedTuple):
+    """The claim of a key: its holder will produce it (intent) or is producing it (encoding)."""
+
+    holder: str
+    state: ClaimState
+    remaining_seconds: float
+
+
+class Gone(NamedTuple):
+    """Why the last copy was removed; `node` is empty if an older version wrote it."""
+
+    reason: str
+    node: str
+    remaining_seconds: float
+    """Until the tombstone expires."""
+
+
+class Trace(NamedTuple):
+    """Everything that is stored about one key in one namespace."""
+
+    namespace: str
+    key: str
+    record: Record | None = None
+    unreadable: str = ""
+    """Why readers of this version miss the value under the record's name; empty if they can read
+    it.
+    """
+    record_remaining_seconds: float = 0.0
+    claim: Claim | None = None
+    gone: Gone | None = None
+    failure: Failure | None = None
+    failed_seconds_ago: float = 0.0
+    hits: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return self == Trace(self.namespace, self.key)
+
+
+class Departure(NamedTuple):
+    """What is known of a node that no longer beats."""
+
+    reason: str
+    """`stopped` or `died`; empty if no node removed it within the last day."""
+    boot: str
+    seconds_ago: float
+    silent_seconds: float | None
+    """Since it last described itself; None if not within the last day."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Commands that a server refuses to us, and its reply to the first of them."""
+
+    commands: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """How many records were read, and by key name why readers of this version miss some of them."""
+
+    looked_at: int
+    unreadable: Mapping[str, str]

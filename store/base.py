@@ -1,28 +1,39 @@
 """The contract of a metadata store. Implementations document only what they do differently.
 
+`MetadataStore` is what a node needs. `BrowsableStore` adds what commands need. Both are
+asynchronous; `store.blocking` calls them from threads. How other packages add a store:
+`docs/stores.md`. The contract as tests: `store.testing`.
+
 A store maps each key to the nodes that hold it. It keeps records, claims, heartbeats and counters,
 and never tensor bytes. Its content is a hint: a server may lose everything at any moment, and nodes
 verify every location when they transfer the bytes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 from store.answers import (
+    Address,
     Beat,
     ClaimAnswer,
+    Claiming,
     ClaimState,
+    Departure,
+    Examined,
     Failure,
     NodeInfo,
     Publication,
     Publishing,
+    Refused,
     Releasing,
     ServerInfo,
+    Trace,
     Withdrawing,
 )
-from store.errors import StoreFull, StoreUnavailable
+from store.errors import StoreError, StoreFull, StoreUnavailable
 from store.record import Location, Record
 
 TTL_SECONDS = 30 * 60.0
@@ -32,12 +43,97 @@ Found = Record | None | StoreUnavailable
 """The result of one look-up: the record, None for a miss, or the error that left it unknown."""
 
 
+OnFound = Callable[[list[Found]], None]
+
+
+Forgotten = Callable[[tuple[str, str] | None], None]
+"""Called when an entry with a True verdict is dropped, with its namespace and key; with None when
+all entries of a connection are.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """The cached state of one key, valid until the mirror drops this object, or until `until`.
+
+    `verdict` and `verdict_epoch` belong to the mirror's user: its judgement of the record, and the
+    epoch of that judgement.
+    """
+
+    record: Record | None
+    read_at: float
+    until: float
+    verdict: bool = False
+    verdict_epoch: int = -1
+
+
+class Mirror(ABC):
+    """A cache of recently read records, kept true by what the servers report.
+
+    It only saves reads: a wrong entry costs a miss or a failed fetch. It starts when it is made.
+    All methods and callbacks run on one loop's thread.
+    """
+
+    pushes: int
+    """Changes that the servers have reported, as a counter for people."""
+
+    @abstractmethod
+    def entries(self, namespace: str) -> Mapping[str, Entry]:
+        """The cached entries of a namespace, each valid until its `until`. Do not keep it."""
+
+    @abstractmethod
+    def ask(self, namespace: str, keys: Sequence[str], on_found: OnFound) -> None:
+        """Call `on_found` with the records of `keys`, in their order; at once if all are cached.
+
+        It ends within the call timeout. A key whose server was not reached has StoreUnavailable as
+        its result.
+        """
+
+    @abstractmethod
+    def forget(self, namespace: str, key: str) -> None:
+        """Drop a key, so that its next read goes to the server.
+
+        For a caller that learned of a newer state over another connection, before the push arrived.
+        """
+
+    @abstractmethod
+    def watch(self, namespace: str, key: str, notify: Callable[[], None]) -> Callable[[], None]:
+        """Call `notify` when the key's current state is known, and after each change.
+
+        Returns a function that cancels the watch. A change is one of the record or of the claim.
+        While there is a claim and no record, `notify` is not called. It is called only after the
+        next change can no longer be missed, so a read or a claim inside `notify`, or later, sees
+        the current state.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop all connections. Pending reads end with StoreUnavailable. Idempotent."""
+
+
+class MirrorClaims(ABC):
+    """Claims over a mirror's connections, without waiting: the mirror has the record of the reply.
+
+    All methods and callbacks run on the mirror's loop; a callback may run before the method
+    returns. StoreUnavailable means: call the store instead.
+    """
+
+    @abstractmethod
+    def claim(self, claiming: Claiming, answer: Callable[[ClaimAnswer | StoreError], None]) -> None:
+        """As MetadataStore.claim."""
+
+    @abstractmethod
+    def release(self, releasing: Releasing, answer: Callable[[bool | StoreError], None]) -> None:
+        """As MetadataStore.release_many of one claim."""
+
+
 class MetadataStore(ABC):
     """Which nodes hold which key.
 
-    Threads: every method may be called from any thread at any time. Do not use a store on both
-    sides of a fork at once. A child process opens its own store, or uses an inherited one for the
-    first time after the fork.
+    Loop: a store is opened without a running loop and does not connect then, so that a process may
+    fork before the first call. All calls run on one asyncio loop, many at the same time, and must
+    not block it. `place_of` and `failovers` may be called from any thread. Do not use a store on
+    both sides of a fork at once.
 
     Deadlines: an operation ends within the call timeout, plus the connect timeout if it has to open
     a connection. Within that time it follows redirections of a cluster (MOVED, ASK). It retries
@@ -58,13 +154,17 @@ class MetadataStore(ABC):
     Retries: every operation may be repeated after StoreUnavailable. All are idempotent, except that
     `add_hits` and `add_stats` may then count twice.
 
-    Order: the operations of one thread take effect in the order of the calls. An operation that
+    Order: what a caller has awaited takes effect before what it calls next. An operation that
     failed with StoreUnavailable may still take effect later, even after operations that were called
     after it: a frozen server executes what it has received when it resumes.
     """
 
+    has_mirror: ClassVar[bool] = False
+    """Whether `mirror` returns one. Without, a node calls the store for each look-up, and polls it
+    while it waits for a key."""
+
     @abstractmethod
-    def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
+    async def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
         """Add each `location` to the record of its key, in one round trip.
 
         Returns one Publication for each element, in their order. `record.locations` is ignored.
@@ -76,8 +176,9 @@ class MetadataStore(ABC):
           result is PRESENT.
         - A record has at most LOCATIONS_MAX (4) nodes. One more is not added: FULL. FULL does not
           renew the record, so a record whose holders are all dead expires.
-        - ADDED and PRESENT extend the life of the record to at least `ttl_seconds` from now, never
-          shorten it, and remove the tombstone.
+        - ADDED extends the life of the record to at least `ttl_seconds` from now; PRESENT does so
+          if less than half of that is left, since a store may report each write to all that have
+          read the record. Neither shortens it. Both remove the tombstone.
         - ADDED, PRESENT and FULL release the claim that `claim_token` holds.
         - With `sole` the key belongs to one node. If another node's location is present and is no
           offer (see `Location.is_offer`), the result is OWNED and nothing changes. Otherwise an
@@ -87,7 +188,7 @@ class MetadataStore(ABC):
           StoreUnavailable is raised.
         """
 
-    def publish(
+    async def publish(
         self,
         record: Record,
         location: Location,
@@ -97,7 +198,7 @@ class MetadataStore(ABC):
     ) -> Publication:
         """Publish one location, as `publish_many` does. Raises StoreFull instead of REFUSED."""
         publishing = Publishing(record, location, ttl_seconds, claim_token)
-        (publication,) = self.publish_many([publishing])
+        (publication,) = await self.publish_many([publishing])
         if publication is Publication.REFUSED:
             raise StoreFull(
                 f"the store is out of memory, {record.key!r} was not published; raise maxmemory, "
@@ -106,7 +207,7 @@ class MetadataStore(ABC):
         return publication
 
     @abstractmethod
-    def look_up(self, items: Sequence[tuple[str, str]]) -> list[Found]:
+    async def look_up(self, items: Sequence[tuple[str, str]]) -> list[Found]:
         """Read the record of each (namespace, key), in their order. Does not renew them.
 
         Takes one round trip per 1,000 items, to all servers of a cluster at once. If an item's
@@ -114,9 +215,9 @@ class MetadataStore(ABC):
         reached, it is raised. Records may name nodes that are dead: check them against `beats`.
         """
 
-    def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
+    async def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
         """Read one namespace's records; an item whose server was not reached is a miss."""
-        found = self.look_up([(namespace, key) for key in keys])
+        found = await self.look_up([(namespace, key) for key in keys])
         return [None if isinstance(one, StoreUnavailable) else one for one in found]
 
     def place_of(self, namespace: str, key: str) -> str:
@@ -128,7 +229,7 @@ class MetadataStore(ABC):
         return ""
 
     @abstractmethod
-    def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
+    async def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
         """Remove a node's location from each record, in one round trip.
 
         Returns True where the location was present, else False; None if the key's server was not
@@ -142,7 +243,7 @@ class MetadataStore(ABC):
           this, since the node may have published again in the meantime.
         """
 
-    def withdraw(
+    async def withdraw(
         self,
         namespace: str,
         key: str,
@@ -152,11 +253,13 @@ class MetadataStore(ABC):
         exactly: Location | None = None,
     ) -> bool:
         """Withdraw one location, as `withdraw_many` does."""
-        (gone,) = self.withdraw_many([Withdrawing(namespace, key, location_node, reason, exactly)])
+        (gone,) = await self.withdraw_many(
+            [Withdrawing(namespace, key, location_node, reason, exactly)]
+        )
         return bool(gone)
 
     @abstractmethod
-    def claim(
+    async def claim(
         self,
         namespace: str,
         key: str,
@@ -181,19 +284,21 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
-    def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
+    async def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
         """Release claims, in one round trip; False where the token does not hold the claim.
 
         None if the key's server was not reached, as in `withdraw_many`. Works when memory is full.
         """
 
-    def release_claim(self, namespace: str, key: str, *, token: str) -> bool:
+    async def release_claim(self, namespace: str, key: str, *, token: str) -> bool:
         """Release one claim, as `release_many` does."""
-        (released,) = self.release_many([Releasing(namespace, key, token)])
+        (released,) = await self.release_many([Releasing(namespace, key, token)])
         return bool(released)
 
     @abstractmethod
-    def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
+    async def beat(
+        self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None
+    ) -> bool:
         """Write a node's heartbeat. Works when memory is full.
 
         Returns True if this boot of the node was registered. Returns False for its first beat,
@@ -206,7 +311,7 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
-    def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
+    async def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
         """Remove the node with its description and counters, if its boot is still this one.
 
         Called by a node that stops, and by an observer that removes a dead node. `reason` is stored
@@ -214,23 +319,110 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
-    def beats(self) -> dict[str, Beat]:
+    async def beats(self) -> dict[str, Beat]:
         """Return the last beat of every registered node, by node id; dead nodes included."""
 
     @abstractmethod
-    def describe_node(self, info: NodeInfo) -> None:
+    async def describe_node(self, info: NodeInfo) -> None:
         """Store a node's endpoint and state for a day. Raises StoreFull."""
 
     @abstractmethod
-    def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
+    async def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
         """Read the descriptions of `nodes`, in one round trip.
 
         Unknown nodes are left out, and so are those whose server was not reached. If no server was
         reached, StoreUnavailable is raised.
         """
 
+    async def invalidations(self) -> dict[str, float]:
+        """Return the last mark of each namespace, in seconds since 1970: see `mark_invalid`."""
+        return {}
+
+    async def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
+        """A note for people. A BrowsableStore keeps it: see there."""
+        return
+
+    async def add_hits(self, namespace: str, hits: Mapping[str, int]) -> None:
+        """A note for people. A BrowsableStore keeps it: see there."""
+        return
+
+    async def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
+        """A note for people. A BrowsableStore keeps it: see there."""
+        return
+
+    async def note_failures(self, failures: Sequence[Failure]) -> None:
+        """A note for people. A BrowsableStore keeps it: see there."""
+        return
+
+    def failovers(self) -> int:
+        """Return how many losses or replacements of a server calls have noticed. Does no I/O.
+
+        Replication is asynchronous, so the last writes before such a change may be lost: then nodes
+        publish again.
+        """
+        return 0
+
     @abstractmethod
-    def node_ages(self, nodes: Sequence[str]) -> dict[str, float]:
+    async def close(self) -> None:
+        """Close all connections. Idempotent. Pending calls end with StoreUnavailable."""
+
+    def mirror(self, forgotten: Forgotten = lambda _: None) -> tuple[Mirror, MirrorClaims] | None:
+        """A new mirror of this store's records, and claims over its connections; None without
+        `has_mirror`.
+
+        Called on the loop's thread. For `forgotten` see `Forgotten`. The mirror is closed before
+        the store.
+        """
+        return None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+class BrowsableStore(MetadataStore):
+    """What commands and the dashboard need besides. Errors and deadlines as in MetadataStore.
+
+    It keeps what nodes write for people, too.
+    """
+
+    @abstractmethod
+    async def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
+        """Store the parts of a namespace in clear text for a week. Raises StoreFull."""
+
+    @abstractmethod
+    async def add_hits(self, namespace: str, hits: Mapping[str, int]) -> None:
+        """Add to the hits of keys; keep the 10,000 keys with the most. Raises StoreFull."""
+
+    @abstractmethod
+    async def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
+        """Add to a node's counters, kept for a week. Raises StoreFull."""
+
+    @abstractmethod
+    async def note_failures(self, failures: Sequence[Failure]) -> None:
+        """Store the last failed fetch of each key for an hour, for people. Raises StoreFull."""
+
+    @abstractmethod
+    async def mark_invalid(self, namespace: str, at: float) -> None:
+        """Order all nodes to drop their items of the namespace; kept for a week.
+
+        `at` is the wall clock in seconds since 1970. On its first read a node ignores marks that
+        are older than its own start. After that, a different `at` is a new mark. Raises StoreFull.
+        """
+
+    @abstractmethod
+    async def invalidations(self) -> dict[str, float]:
+        """Return the last mark of each namespace, in seconds since 1970."""
+
+    @abstractmethod
+    async def node_ages(self, nodes: Sequence[str]) -> dict[str, float]:
         """Return the seconds since each node last described itself, in one round trip.
 
         Measured by the server's clock. Unknown nodes are left out. A live node describes itself
@@ -238,31 +430,21 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
-    def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
-        """Store the parts of a namespace in clear text for a week. Raises StoreFull."""
-
-    @abstractmethod
-    def namespaces(self) -> dict[str, dict[str, str]]:
+    async def namespaces(self) -> dict[str, dict[str, str]]:
         """Return the parts of every described namespace. Scans the whole server: for tools only."""
 
     @abstractmethod
-    def add_hits(self, namespace: str, hits: Mapping[str, int]) -> None:
-        """Add to the hits of keys; keep the 10,000 keys with the most. Raises StoreFull."""
-
-    @abstractmethod
-    def hits(self, namespace: str, keys: Sequence[str]) -> list[int]:
+    async def hits(self, namespace: str, keys: Sequence[str]) -> list[int]:
         """Return the hits of `keys`, in their order; 0 for an unknown key."""
 
     @abstractmethod
-    def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
-        """Add to a node's counters, kept for a week. Raises StoreFull."""
-
-    @abstractmethod
-    def stats(self) -> dict[str, dict[str, int]]:
+    async def stats(self) -> dict[str, dict[str, int]]:
         """Return the counters of every registered node, by node id."""
 
     @abstractmethod
-    def scan(self, namespace: str | None = None, *, limit: int | None = None) -> Iterator[Record]:
+    def scan(
+        self, namespace: str | None = None, *, limit: int | None = None
+    ) -> AsyncIterator[Record]:
         """Iterate over at most `limit` records of one namespace, or of all.
 
         Reads in pages, so no single command blocks the server for long. A record that exists during
@@ -271,31 +453,15 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
-    def gone(self, namespace: str, key: str) -> str | None:
+    async def gone(self, namespace: str, key: str) -> str | None:
         """Return why the key's last location was removed, for `gone_seconds`; None if unknown."""
 
     @abstractmethod
-    def note_failures(self, failures: Sequence[Failure]) -> None:
-        """Store the last failed fetch of each key for an hour, for people. Raises StoreFull."""
-
-    @abstractmethod
-    def failure(self, namespace: str, key: str) -> Failure | None:
+    async def failure(self, namespace: str, key: str) -> Failure | None:
         """Return the last failed fetch of the key within the last hour."""
 
     @abstractmethod
-    def mark_invalid(self, namespace: str, at: float) -> None:
-        """Order all nodes to drop their items of the namespace; kept for a week.
-
-        `at` is the wall clock in seconds since 1970. On its first read a node ignores marks that
-        are older than its own start. After that, a different `at` is a new mark. Raises StoreFull.
-        """
-
-    @abstractmethod
-    def invalidations(self) -> dict[str, float]:
-        """Return the last mark of each namespace, in seconds since 1970."""
-
-    @abstractmethod
-    def clear(self, namespace: str) -> int:
+    async def clear(self, namespace: str) -> int:
         """Remove all records of a namespace, with `GoneReason.INVALIDATED`; return how many.
 
         Works in pages, as `scan` does. Nodes that hold a copy may publish it again: see
@@ -303,33 +469,68 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
-    def server_info(self) -> ServerInfo:
+    async def server_info(self) -> ServerInfo:
         """Return product, version, memory and policy of the server; of a cluster the total
         memory.
         """
 
     @abstractmethod
-    def failovers(self) -> int:
-        """Return how many losses or replacements of a server calls have noticed. Does no I/O.
+    async def ping(self) -> float:
+        """Return the seconds that one round trip takes."""
 
-        Replication is asynchronous, so the last writes before such a change may be lost.
+    def traces(self) -> "Traces | None":
+        """Everything that is stored about single keys; None if it cannot say.
+
+        Needed by `why`, `top` and the dashboard, and by `show` for a part of a key.
+        """
+        return None
+
+    def inspection(self) -> "Inspection | None":
+        """Checks of Redis' servers, for `doctor`; None if there are none."""
+        return None
+
+
+class Traces(ABC):
+    """The history of keys and nodes, to explain misses. Errors are those of MetadataStore."""
+
+    @abstractmethod
+    async def of(self, addresses: Sequence[Address]) -> list[Trace]:
+        """The trace of each key, in their order."""
+
+    @abstractmethod
+    def find(self, part: str) -> AsyncIterator[Address]:
+        """Iterate over (namespace, key) of keys that contain `part`; some come twice. Scans the
+        server.
         """
 
     @abstractmethod
-    def ping(self) -> float:
-        """Return the seconds that one round trip takes."""
+    async def hottest(self, namespaces: Sequence[str], most: int) -> dict[Address, int]:
+        """Hits of the `most` keys with the most hits in each namespace."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Close all connections. Idempotent. Pending calls end with StoreUnavailable."""
+    async def departures(self, nodes: Sequence[str]) -> dict[str, Departure]:
+        """How each node ended, as far as it is known."""
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+class Inspection(ABC):
+    """Checks of the servers behind a store. Errors are those of MetadataStore."""
+
+    @abstractmethod
+    async def refused(self) -> Refused | None:
+        """The commands that the servers deny by ACL or do not know; None if all are allowed."""
+
+    @abstractmethod
+    async def clock_ahead_seconds(self) -> float | None:
+        """How many seconds a server's clock is ahead of ours; the largest difference of all
+        servers. None if it is unknown.
+        """
+
+    @abstractmethod
+    async def foreign_nodes(self) -> Mapping[str, str]:
+        """Foreign values under the names of the node list and node descriptions: key name and
+        type.
+        """
+
+    @abstractmethod
+    async def examine_records(self, limit: int) -> Examined:
+        """Read up to `limit` records, and name those that readers of this version miss."""

@@ -1,7 +1,7 @@
 """Arguments and results of the scripts on records.
 
 Pure functions. The scripts are in store/scripts. A result is a Redis value, or the StoreError that
-the link returns in its place.
+the client returns in its place.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from store.answers import (
     Releasing,
     Withdrawing,
 )
+from store.client import Call, fields_of
 from store.errors import StoreCorrupt, StoreError, StoreFull, StoreUnavailable
-from store.link import Call, fields_of
 from store.record import LOCATIONS_MAX
 
 

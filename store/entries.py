@@ -2,40 +2,19 @@
 
 import math
 from collections import ChainMap, OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import islice
 from types import MappingProxyType
 
-from store.lane import TrackedConnection
+from store.base import Entry, Forgotten
 from store.record import Record
+from store.tracking import TrackedConnection
 
 ABSENT_SECONDS_MAX = 1.0
 """An absent key is cached no longer than this, which bounds the cost of a lost push."""
 _AGING = 1000
 """Entries dropped in one step: one or two milliseconds on the shared thread."""
 _NONE: Mapping[str, "Entry"] = MappingProxyType({})
-
-
-Forgotten = Callable[[tuple[str, str] | None], None]
-"""Called when an entry with a True verdict is dropped, with its namespace and key; with None when
-all entries of a connection are.
-"""
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """The cached state of one key, valid until the mirror drops this object, or until `until`.
-
-    `verdict` and `verdict_epoch` belong to the mirror's user: its judgement of the record, and the
-    epoch of that judgement.
-    """
-
-    record: Record | None
-    read_at: float
-    until: float
-    verdict: bool = False
-    verdict_epoch: int = -1
 
 
 class Entries:
@@ -78,6 +57,11 @@ class Entries:
         while len(self) > self._most:
             oldest = min(self._by_connection.values(), key=_ConnectionEntries.oldest)
             oldest.drop(next(iter(oldest.order)))
+
+    def names(self, connection: TrackedConnection) -> list[bytes]:
+        """Redis keys of all that was read on that connection."""
+        subset = self._by_connection.get(connection)
+        return [] if subset is None else list(subset.order)
 
     def drop(self, name: bytes) -> None:
         for subset in self._by_connection.values():

@@ -52,6 +52,13 @@ class NodeTaken(StoreError):
         self.beat = beat
 
 
+class StoreNotBrowsable(StoreError):
+    """The store keeps what nodes need, and not what this command or page shows."""
+
+    def __init__(self, store: object, why: str = "it has only what nodes need") -> None:
+        super().__init__(f"the store {type(store).__name__} cannot be browsed: {why}")
+
+
 class StoreUrlError(StoreError, ValueError):
     """A store URL that cannot be used. The message says what is allowed, and never shows a
     password.

@@ -1,19 +1,26 @@
 """Inspection: checks of the servers behind a store, for `doctor`.
 
-Changes no data that others read. Runs on the caller's thread.
+Changes no data that others read.
 """
 
 import hashlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import islice
 
 from store import layout, record_fields
-from store.connection import TRACK, Command, Connection, ErrorReply, pack
+from store.answers import Examined, Refused
+from store.base import Inspection
+from store.client import Client
 from store.errors import StoreRefused
-from store.link import Link
+from store.replies import (
+    REFUSALS,
+    Command,
+    Reply,
+    code_of,
+    text_of,
+)
 from store.server import Server
+from store.tracking import TRACK, dial_tracked
 
 _PROBE = "lb:doctor"
 _SCRIPT = "return 1"
@@ -47,92 +54,68 @@ PROBES: tuple[Command, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Commands that a server refuses to us, and its reply to the first of them."""
+class RedisInspection(Inspection):
+    def __init__(self, client: Client) -> None:
+        self._client = client
 
-    commands: tuple[str, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """How many records were read, and by key name why readers of this version miss some of them."""
-
-    looked_at: int
-    unreadable: Mapping[str, str]
-
-
-class Inspection:
-    """Errors are those of MetadataStore."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def refused(self) -> Refused | None:
-        """The commands that the servers deny by ACL or do not know; None if all are allowed."""
+    async def refused(self) -> Refused | None:
         reasons: dict[str, str] = {}
-        topology = self._link.topology
-        for server in topology.servers(topology.new_budget()):
-            replies = [*server.exchange(PROBES), _try_tracking(server)]
+        topology = self._client.topology
+        for server in await topology.servers(topology.new_budget()):
+            replies = [*await server.exchange(PROBES), await _try_tracking(server)]
             for command, reply in zip((*PROBES, TRACK), replies, strict=True):
                 # Other errors are ignored: another server of a cluster holds that key, or a full
                 # server refuses to write.
-                if isinstance(reply, ErrorReply) and (
-                    reply.code == "NOPERM" or "unknown" in str(reply).lower()
+                if isinstance(reply, REFUSALS) and (
+                    code_of(reply) == "NOPERM" or "unknown" in str(reply).lower()
                 ):
                     name = "CLIENT TRACKING" if command is TRACK else str(command[0])
-                    reasons.setdefault(name, str(reply))
+                    reasons.setdefault(name, text_of(reply))
         return Refused(tuple(reasons), next(iter(reasons.values()))) if reasons else None
 
-    def clock_ahead_seconds(self) -> float | None:
-        """How many seconds a server's clock is ahead of ours; the largest difference of all
-        servers.
-
-        None if a server denies TIME: no node needs it, and few users have the right.
-        """
+    async def clock_ahead_seconds(self) -> float | None:
+        """None if a server denies TIME: no node needs it, and few users have the right."""
         asked_at = time.time()
         try:
-            replies = self._link.each_server(("TIME",))
+            replies = await self._client.each_server(("TIME",))
         except StoreRefused:
             return None
         now = (asked_at + time.time()) / 2
         return max((int(s) + int(us) / 1e6 - now for s, us in replies), key=abs)
 
-    def foreign_nodes(self) -> Mapping[str, str]:
-        """Foreign values under the names of the node list and node descriptions: key name and
-        type.
-        """
-        pages = self._link.walk(layout.node("*"))
-        names = [layout.NODES.encode(), *(name for page in pages for name in page)]
-        types = self._link.batch([("TYPE", name) for name in names])
+    async def foreign_nodes(self) -> Mapping[str, str]:
+        names = [layout.NODES.encode()]
+        async for page in self._client.walk(layout.node("*")):
+            names += page
+        types = await self._client.batch([("TYPE", name) for name in names])
         return {
             name.decode("utf-8", "replace"): kind.decode()
             for name, kind in zip(names, types, strict=True)
             if kind not in (b"hash", b"none")
         }
 
-    def examine_records(self, limit: int) -> Examined:
-        """Read up to `limit` records, and name those that readers of this version miss."""
-        names = (name for page in self._link.walk(layout.records(None)) for name in page)
+    async def examine_records(self, limit: int) -> Examined:
         looked_at, unreadable = 0, {}
-        while page := list(islice(names, min(1000, limit - looked_at))):
+        async for names in self._client.walk(layout.records(None)):
+            page = names[: limit - looked_at]
             looked_at += len(page)
-            types = self._link.batch([("TYPE", name) for name in page])
-            for name, kind, fields in zip(page, types, self._link.read_hashes(page), strict=True):
+            types = await self._client.batch([("TYPE", name) for name in page])
+            hashes = await self._client.read_hashes(page)
+            for name, kind, fields in zip(page, types, hashes, strict=True):
                 if kind == b"none" or (kind == b"hash" and not fields):
                     continue  # it has just expired
                 why = record_fields.unreadable(name, fields) if fields else f"a {kind.decode()}"
                 if why:
                     unreadable[name.decode("utf-8", "replace")] = why
+            if looked_at >= limit:
+                break
         return Examined(looked_at, unreadable)
 
 
-def _try_tracking(server: Server) -> object:
-    deadline = time.monotonic() + server.access.call_timeout_seconds
-    connection: Connection = server.dial()
+async def _try_tracking(server: Server) -> Reply:
     try:
-        connection.send(pack([TRACK]), deadline)
-        return connection.receive(1, deadline)[0]
-    finally:
-        connection.close()
+        connection = await dial_tracked(server)
+    except StoreRefused as error:
+        return error.__cause__
+    await connection.disconnect()
+    return b"OK"

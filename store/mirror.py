@@ -1,36 +1,34 @@
 """Mirror: a cache of recently read records that the servers' pushes keep true.
 
 A cached record is valid until the server reports a change; an absent key for at most a second.
-There is one tracked connection (`lane.py`) for each server that holds keys. What a lost connection
-had read is dropped, and everything when keys moved to other servers. All methods run on one asyncio
-loop's thread.
+There is one tracked connection (`tracking.py`) for each server that holds keys. What a lost
+connection had read is dropped, and what lay in slots that moved to another server. All methods run
+on one asyncio loop's thread.
 
 The mirror only saves reads. A wrong entry costs a miss or a failed fetch, since nodes verify what
 is requested from them.
 """
 
-import contextlib
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis.exceptions import MovedError
 
 from store import layout, record_fields
-from store.base import Found
-from store.connection import Command, ErrorReply, hgetall
-from store.entries import Entries, Entry, Forgotten
+from store.base import Entry, Forgotten, Found, Mirror, OnFound
+from store.client import fields_of
+from store.entries import Entries
 from store.errors import StoreError, StoreUnavailable
-from store.lane import TrackedConnection
-from store.link import fields_of
+from store.replies import REFUSALS, Command, Reply, code_of
+from store.server import Server
 from store.topology import Standalone, Topology
+from store.tracking import TrackedConnection
 from store.watches import Watches
-
-if TYPE_CHECKING:
-    import asyncio
-
-    from store.dialled import Endpoint
 
 ENTRIES_MAX = 200_000
 """About 2 KB each. Above it, the entries that were read longest ago are dropped."""
@@ -40,50 +38,46 @@ RECHECK_SECONDS = 1.0
 """How often the topology is checked: a moved slot is noticed at most so late."""
 FORGOTTEN_SECONDS = 10.0
 """How long a `forget` is remembered: longer than any read is in flight."""
+_PAGE = 1000
+"""Entries checked in one step: about a millisecond."""
 _SLOT_MOVING = frozenset(["ASK", "TRYAGAIN"])
 """Errors while a slot moves: neither the server nor the slot map is wrong."""
 
-OnFound = Callable[[list[Found]], None]
 _Group = Sequence[tuple[int, bytes]]
 """One connection's part of a read: positions in the request, and names of keys."""
 
 
-class Mirror:
-    """`close` stops it. The topology belongs to the store and stays open.
+class RedisMirror(Mirror):
+    """The topology belongs to the store and stays open.
 
-    `dialler` runs the blocking calls: connecting, and checks of the topology. `forgotten` is called
-    when entries with a `verdict` are dropped (see `store.entries`).
+    Created on the loop's thread. `forgotten` is called when entries with a `verdict` are dropped
+    (see `Forgotten`).
     """
 
     def __init__(
         self,
-        loop: "asyncio.AbstractEventLoop",
         topology: Topology,
-        dialler: Executor,
         forgotten: Forgotten = lambda _: None,
         *,
         entries_max: int = ENTRIES_MAX,
         age_seconds_max: float = AGE_SECONDS_MAX,
     ) -> None:
-        self._loop = loop
+        loop = self._loop = asyncio.get_running_loop()
         self._topology = topology
-        self._dialler = dialler
         self._age_seconds_max = age_seconds_max
         self._entries = Entries(entries_max, forgotten)
-        self._connections: dict[Endpoint, TrackedConnection] = {}
+        self._connections: dict[Server, TrackedConnection] = {}
         self._forgotten_at: dict[bytes, float] = {}
         """When a key was forgotten. Replies to reads that were sent before that are not cached."""
         self._watches = Watches(loop, self._connection_for, self.cache_reply, self._call)
-        self._failovers = topology.failovers()
-        self._rechecking = False
+        self._rechecking: asyncio.Task[None] | None = None
+        self._version = topology.version
         self._closed = False
         self.pushes = 0
-        """Invalidations received, as a counter for people."""
         self._ticker = loop.call_later(RECHECK_SECONDS, self._tick)
         self._recheck()  # loads the slot map before the first read needs it
 
     def entries(self, namespace: str) -> Mapping[str, Entry]:
-        """The cached entries of a namespace, each valid until its `until`. Do not keep it."""
         return self._entries.of(namespace)
 
     @property
@@ -91,11 +85,6 @@ class Mirror:
         return len(self._entries)
 
     def ask(self, namespace: str, keys: Sequence[str], on_found: OnFound) -> None:
-        """Call `on_found` with the records of `keys`, in their order; at once if all are cached.
-
-        It ends within the call timeout. A key whose server was not reached has StoreUnavailable as
-        its result.
-        """
         entries, now = self.entries(namespace), self._loop.time()
         found: list[Found] = []
         missing: list[int] = []
@@ -110,28 +99,18 @@ class Mirror:
             on_found(found)
 
     def forget(self, namespace: str, key: str) -> None:
-        """Drop a key, so that its next read goes to the server.
-
-        For a caller that learned of a newer state over another connection, before the push arrived.
-        """
         name = layout.record(namespace, key).encode()
         self._entries.drop(name)
         self._forgotten_at[name] = self._loop.time()
 
     def watch(self, namespace: str, key: str, notify: Callable[[], None]) -> Callable[[], None]:
-        """Call `notify` when the key's current state is known, and after each change.
-
-        Returns a function that cancels the watch. A change is one of the record or of the claim.
-        While there is a claim and no record, `notify` is not called. It is called only after the
-        next change can no longer be missed, so a read or a claim inside `notify`, or later, sees
-        the current state.
-        """
         return self._watches.add(namespace, key, notify)
 
     def close(self) -> None:
-        """Drop all connections. Pending reads end with StoreUnavailable. Idempotent."""
         self._closed = True
         self._ticker.cancel()
+        if self._rechecking is not None:
+            self._rechecking.cancel()
         self._watches.close()
         for connection in self._connections.values():
             connection.close(StoreUnavailable("the mirror is closed"))
@@ -148,8 +127,8 @@ class Mirror:
     ) -> None:
         """Send a command over the tracked connection of the Redis key `name`.
 
-        `on_reply` gets the connection and the reply, which may be an ErrorReply or
-        StoreUnavailable. The connection is None if the key's server is not known.
+        `on_reply` gets the connection and the reply, which may be a refusal or a StoreUnavailable.
+        The connection is None if the key's server is not known.
         """
         try:
             connection = self._connection_for(name)
@@ -178,7 +157,7 @@ class Mirror:
                 groups.setdefault(connection, []).append((index, name))
         pending.left = len(groups)
         for connection, group in groups.items():
-            commands = [hgetall(name) for _, name in group]
+            commands = [("HGETALL", name) for _, name in group]
             each = partial(self._read_one, connection, pending, group)
             connection.request(commands, each, partial(self._read_all, pending, group))
         if not groups:
@@ -194,6 +173,10 @@ class Mirror:
     ) -> None:
         index, name = group[at]
         key = pending.keys[index]
+        if isinstance(reply, MovedError) and not pending.is_repeated:
+            pending.found[index] = StoreUnavailable(f"store: {reply}")
+            pending.moved.append(index)
+            return
         address = (pending.namespace, key)
         pending.found[index] = self.cache_reply(connection, name, address, reply, pending.sent_at)
 
@@ -203,8 +186,21 @@ class Mirror:
             for index, _ in group:
                 pending.found[index] = unknown
         pending.left -= 1
-        if not pending.left:
+        if pending.left:
+            return
+        if pending.moved:
+            self._repeat(pending)
+        else:
             self._call(pending.on_found, pending.found)
+
+    def _repeat(self, pending: "_PendingRead") -> None:
+        """Read again what had moved to other servers, once the new places are known."""
+        pending.is_repeated = True
+        moved, pending.moved = pending.moved, []
+        if self._closed:
+            self._call(pending.on_found, pending.found)
+            return
+        self._recheck().add_done_callback(lambda _: self._read(pending, moved))
 
     def cache_reply(
         self,
@@ -219,7 +215,7 @@ class Mirror:
         Returns the record or None. An error reply, other than for a foreign type, is not cached and
         returned as StoreUnavailable.
         """
-        if isinstance(reply, ErrorReply) and reply.code != "WRONGTYPE":
+        if isinstance(reply, REFUSALS) and code_of(reply) != "WRONGTYPE":
             self.refused(connection, reply)
             return StoreUnavailable(f"store {connection.server.endpoint}: {reply}")
         record = record_fields.read_record(*address, fields_of(reply))
@@ -227,11 +223,11 @@ class Mirror:
             self._entries.put(name, *address, connection, record, self._loop.time())
         return record
 
-    def refused(self, connection: TrackedConnection, error: ErrorReply) -> None:
-        """Check the topology after an error reply, unless it says that a slot is moving."""
-        if error.code not in _SLOT_MOVING:
-            self._topology.suspect(connection.server)
-            self._recheck()
+    def refused(self, connection: TrackedConnection, refusal: Reply) -> None:
+        """Check the topology after a refusal, unless it says that a slot is moving."""
+        code = code_of(refusal)
+        if code not in _SLOT_MOVING:
+            self._recheck(connection.server, demoted=code == "READONLY")
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         """Run a callback. Its exception must not end the read loop of the connection."""
@@ -267,16 +263,11 @@ class Mirror:
         except StoreUnavailable:
             self._recheck()
             raise
-        connection = self._connections.get(server.endpoint)
+        connection = self._connections.get(server)
         if connection is None:
-            connection = TrackedConnection(
-                self._loop,
-                self._dialler,
-                server,
-                invalidated=self._invalidated,
-                lost=self._forget_all,
+            connection = self._connections[server] = TrackedConnection(
+                server, invalidated=self._invalidated, lost=self._forget_all
             )
-            self._connections[server.endpoint] = connection
         return connection
 
     def _tick(self) -> None:
@@ -293,27 +284,49 @@ class Mirror:
         if self._entries.drop_older(self._loop.time() - self._age_seconds_max):
             self._loop.call_soon(self._forget_old)
 
-    def _recheck(self) -> None:
-        """Check the topology on another thread, unless a check is in flight."""
-        if not (self._rechecking or self._closed or isinstance(self._topology, Standalone)):
-            self._rechecking = True
-            checked = self._dialler.submit(self._topology.recheck)
-            checked.add_done_callback(self._rechecked_elsewhere)
+    def _recheck(
+        self, suspect: Server | None = None, *, demoted: bool = False
+    ) -> "asyncio.Task[None]":
+        """Check the topology; at once where `suspect` was not known to be one."""
+        if self._rechecking is None or self._rechecking.done():
+            self._rechecking = self._loop.create_task(self._check_topology(suspect, demoted))
+        return self._rechecking
 
-    def _rechecked_elsewhere(self, checked: "Future[None]") -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing left to do
-            self._loop.call_soon_threadsafe(self._rechecked)
-
-    def _rechecked(self) -> None:
-        """Drop everything after a failover, or after slots moved."""
-        self._rechecking = False
-        failovers = self._topology.failovers()
-        if failovers == self._failovers or self._closed:
+    async def _check_topology(self, suspect: Server | None, demoted: bool) -> None:
+        if suspect is not None:
+            await self._topology.suspect(suspect, demoted=demoted)
+            if demoted:
+                with suppress(StoreUnavailable):
+                    await suspect.exchange([("PING",)])  # is it still the same server?
+        if isinstance(self._topology, Standalone):
             return
-        self._failovers = failovers
-        connections, self._connections = self._connections, {}
-        for connection in connections.values():
-            connection.close(StoreUnavailable("keys have moved to other servers"))
+        try:
+            await self._topology.recheck()
+        except StoreUnavailable:
+            return
+        if self._version != self._topology.version:
+            self._version = self._topology.version
+            await self._drop_moved()
+
+    async def _drop_moved(self) -> None:
+        """Drop what was read from servers that hold it no longer, and read anew what is watched."""
+        for server, connection in list(self._connections.items()):
+            if not self._topology.serves(server):
+                del self._connections[server]
+                connection.close(StoreUnavailable("keys have moved to other servers"))
+                continue
+            for count, name in enumerate(self._entries.names(connection)):
+                if not self._is_at(server, name):
+                    self._entries.drop(name)
+                if count % _PAGE == _PAGE - 1:
+                    await asyncio.sleep(0)
+        self._watches.moved()
+
+    def _is_at(self, server: Server, name: bytes) -> bool:
+        try:
+            return self._topology.known_server_for(name) is server
+        except StoreUnavailable:
+            return False
 
 
 @dataclass(slots=True, eq=False)
@@ -326,3 +339,6 @@ class _PendingRead:
     on_found: OnFound
     sent_at: float
     left: int = 0
+    moved: list[int] = field(default_factory=list)
+    """What the servers that were asked no longer hold."""
+    is_repeated: bool = False

@@ -7,34 +7,33 @@ That read is tracked, so the mirror caches it.
 from collections.abc import Callable
 from typing import Any
 
+from redis.exceptions import NoScriptError
+
 from store import layout
 from store.answers import ClaimAnswer, Claiming, Releasing
+from store.base import MirrorClaims
 from store.calls import claim_answer, claim_call, release_call
-from store.connection import ErrorReply
+from store.client import Call, Script
 from store.errors import StoreCorrupt, StoreError, StoreRefused
-from store.lane import TrackedConnection
-from store.link import Call, Script, translated
-from store.mirror import Mirror
+from store.mirror import RedisMirror
 from store.record import check_namespace, check_token
+from store.replies import translated
+from store.tracking import TrackedConnection
 
 OnReply = Callable[[TrackedConnection | None, Any], None]
 
 
-class MirrorClaims:
-    """All methods and callbacks run on the mirror's loop; a callback may run before the method
-    returns.
-
-    If a slot has moved, the result is StoreRefused: this class does not follow redirections, but
+class RedisMirrorClaims(MirrorClaims):
+    """If a slot has moved, the result is StoreRefused: this class does not follow redirections, but
     the store does.
     """
 
-    def __init__(self, mirror: Mirror, claim: Script, release: Script) -> None:
+    def __init__(self, mirror: RedisMirror, claim: Script, release: Script) -> None:
         self._mirror = mirror
         self._claim = claim
         self._release = release
 
     def claim(self, claiming: Claiming, answer: Callable[[ClaimAnswer | StoreError], None]) -> None:
-        """As MetadataStore.claim, without waiting."""
         check_namespace(claiming.namespace)
         check_token(claiming.token)
         address = (claiming.namespace, claiming.key)
@@ -51,7 +50,6 @@ class MirrorClaims:
         self._run(self._claim, claim_call(claiming), on_reply)
 
     def release(self, releasing: Releasing, answer: Callable[[bool | StoreError], None]) -> None:
-        """As MetadataStore.release_many of one claim, without waiting."""
         check_namespace(releasing.namespace)
         self._run(self._release, release_call(releasing), lambda _, reply: answer(_released(reply)))
 
@@ -60,7 +58,7 @@ class MirrorClaims:
         name = call[0][0].encode()  # all keys of a call are on one server
 
         def answered(connection: TrackedConnection | None, reply: Any) -> None:
-            if isinstance(reply, ErrorReply) and reply.code == "NOSCRIPT":
+            if isinstance(reply, NoScriptError):
                 # Happens once after each start of a server.
                 self._mirror.send(name, script.by_text(call), answered)
                 return

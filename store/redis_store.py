@@ -1,16 +1,13 @@
 """RedisStore: the contract on Redis (7.0 or newer) or Valkey: standalone, Sentinel or Cluster.
 
 Every write is a script or a single command on keys that share a hash tag, so a cluster needs no
-other code. Runs on the caller's thread. Key names come from store.layout only.
+other code. Key names come from store.layout only.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import islice
-from typing import TYPE_CHECKING
 
 from store import calls, layout, record_fields
 from store.answers import (
@@ -28,38 +25,29 @@ from store.answers import (
     ServerInfo,
     Withdrawing,
 )
-from store.base import Found, MetadataStore
-from store.deployment import open_topology
-from store.entries import Forgotten
+from store.base import BrowsableStore, Forgotten, Found
+from store.client import Client, Fields, Script
 from store.errors import NodeTaken, StoreCorrupt, StoreFull, StoreUnavailable
-from store.inspection import Inspection
-from store.link import Fields, Link, Script
-from store.mirror import Mirror
-from store.mirror_claims import MirrorClaims
+from store.inspection import RedisInspection
+from store.mirror import RedisMirror
+from store.mirror_claims import RedisMirrorClaims
 from store.record import SAFE_NAME, Record, check_namespace, check_node, check_token
-from store.trace import Traces
-from store.url import StoreUrl
-
-if TYPE_CHECKING:
-    import asyncio
+from store.topology import Topology
+from store.trace import RedisTraces
 
 _PAGE = 1000  # keys in one round trip: about a millisecond of the server's time
 
 
-class RedisStore(MetadataStore):
-    """See MetadataStore.
+class RedisStore(BrowsableStore):
+    """See MetadataStore and BrowsableStore.
 
     After a restart of the server, the first run of each script takes a second round trip.
     """
 
-    def __init__(
-        self,
-        address: StoreUrl,
-        *,
-        call_timeout_seconds: float,
-        connect_timeout_seconds: float,
-    ) -> None:
-        self._link = Link(open_topology(address, call_timeout_seconds, connect_timeout_seconds))
+    has_mirror = True
+
+    def __init__(self, topology: Topology) -> None:
+        self._client = Client(topology)
         self._publish = Script("publish")
         self._withdraw = Script("withdraw")
         self._claim = Script("claim")
@@ -70,13 +58,15 @@ class RedisStore(MetadataStore):
         self._hits = Script("hits")
         self._stats = Script("stats")
 
-    def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
+    async def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
         for publishing in publishings:
             publishing.check()
-        answers = self._link.run_many(self._publish, list(map(calls.publish_call, publishings)))
+        answers = await self._client.run_many(
+            self._publish, list(map(calls.publish_call, publishings))
+        )
         return list(map(calls.publication, answers))
 
-    def look_up(self, items: Sequence[tuple[str, str]]) -> list[Found]:
+    async def look_up(self, items: Sequence[tuple[str, str]]) -> list[Found]:
         for namespace, _ in items:
             check_namespace(namespace)
         found: list[Found] = []
@@ -84,7 +74,7 @@ class RedisStore(MetadataStore):
             page = items[start : start + _PAGE]
             names = [layout.record(*item) for item in page]
             try:
-                found += map(_found, page, self._link.find_hashes(names))
+                found += map(_found, page, await self._client.find_hashes(names))
             except StoreUnavailable as error:
                 if not found:
                     raise
@@ -92,15 +82,17 @@ class RedisStore(MetadataStore):
         return found
 
     def place_of(self, namespace: str, key: str) -> str:
-        return self._link.topology.place_of(layout.record(namespace, key))
+        return self._client.topology.place_of(layout.record(namespace, key))
 
-    def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
+    async def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
         for one in withdrawings:
             check_namespace(one.namespace)
-        answers = self._link.run_many(self._withdraw, list(map(calls.withdraw_call, withdrawings)))
+        answers = await self._client.run_many(
+            self._withdraw, list(map(calls.withdraw_call, withdrawings))
+        )
         return list(map(calls.removed, answers))
 
-    def claim(
+    async def claim(
         self,
         namespace: str,
         key: str,
@@ -114,152 +106,169 @@ class RedisStore(MetadataStore):
         check_token(token)
         claiming = Claiming(namespace, key, holder, token, state, lease_seconds)
         return calls.claim_answer(
-            claiming, self._link.run(self._claim, *calls.claim_call(claiming))
+            claiming, await self._client.run(self._claim, *calls.claim_call(claiming))
         )
 
-    def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
+    async def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
         for one in releasings:
             check_namespace(one.namespace)
-        answers = self._link.run_many(self._release, list(map(calls.release_call, releasings)))
+        answers = await self._client.run_many(
+            self._release, list(map(calls.release_call, releasings))
+        )
         return list(map(calls.removed, answers))
 
-    def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
+    async def beat(
+        self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None
+    ) -> bool:
         check_node(node, boot)
         replaced = f"{replacing.boot}:{replacing.sequence}" if replacing else ""
         with _naming_key(layout.NODES):
-            answer = self._link.run(self._beat, (layout.NODES,), (node, boot, sequence, replaced))
+            answer = await self._client.run(
+                self._beat, (layout.NODES,), (node, boot, sequence, replaced)
+            )
         taken = layout.read_beat(answer) if isinstance(answer, bytes) else None
         if taken is not None:
             raise NodeTaken(node, taken)
         return bool(answer == 1)
 
-    def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
-        if self._link.run(self._leave, (layout.NODES,), (node, boot)) == 1:
+    async def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
+        if await self._client.run(self._leave, (layout.NODES,), (node, boot)) == 1:
             # Single commands: in a cluster these keys are on different servers.
             left = ("SET", layout.left(node), f"{reason}:{boot}", "EX", layout.LEFT_SECONDS)
             with suppress(StoreFull):  # from the SET
-                self._link.batch(
+                await self._client.batch(
                     [("UNLINK", layout.node(node)), ("UNLINK", layout.stats(node)), left]
                 )
 
-    def beats(self) -> dict[str, Beat]:
-        (fields,) = self._link.read_hashes([layout.NODES])
+    async def beats(self) -> dict[str, Beat]:
+        (fields,) = await self._client.read_hashes([layout.NODES])
         found = ((_text(name), layout.read_beat(value)) for name, value in fields.items())
         return {name: beat for name, beat in found if beat and SAFE_NAME.match(name)}
 
-    def describe_node(self, info: NodeInfo) -> None:
+    async def describe_node(self, info: NodeInfo) -> None:
         info.check()
         name = layout.node(info.node)
         fields = layout.node_fields(info)
         with _naming_key(name):
-            self._link.batch([("HSET", name, *fields), ("EXPIRE", name, layout.NODE_SECONDS)])
+            await self._client.batch(
+                [("HSET", name, *fields), ("EXPIRE", name, layout.NODE_SECONDS)]
+            )
 
-    def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
-        replies = self._link.read_hashes([layout.node(node) for node in nodes])
+    async def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
+        replies = await self._client.read_hashes([layout.node(node) for node in nodes])
         found = (layout.read_node(*pair) for pair in zip(nodes, replies, strict=True))
         return {info.node: info for info in found if info}
 
-    def node_ages(self, nodes: Sequence[str]) -> dict[str, float]:
+    async def node_ages(self, nodes: Sequence[str]) -> dict[str, float]:
         if not nodes:
             return {}
-        left = self._link.batch([("PTTL", layout.node(node)) for node in nodes])
+        left = await self._client.batch([("PTTL", layout.node(node)) for node in nodes])
         seconds = layout.NODE_SECONDS
         return {node: seconds - ms / 1000 for node, ms in zip(nodes, left, strict=True) if ms > 0}
 
-    def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
+    async def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
         check_namespace(fingerprint)
         if parts:
             fields = [text for pair in parts.items() for text in pair]
             name, life = layout.namespace(fingerprint), layout.NAMESPACE_SECONDS
             with _naming_key(name):
-                self._link.batch([("HSET", name, *fields), ("EXPIRE", name, life)])
+                await self._client.batch([("HSET", name, *fields), ("EXPIRE", name, life)])
 
-    def namespaces(self) -> dict[str, dict[str, str]]:
+    async def namespaces(self) -> dict[str, dict[str, str]]:
         described = {}
-        for name, fields in self._link.walk_hashes(layout.namespace("*")):
+        async for name, fields in self._client.walk_hashes(layout.namespace("*")):
             parts = {_text(part): _text(value) for part, value in fields.items()}
             if parts:
                 described[_text(name).rpartition(":")[2]] = parts
         return described
 
-    def add_hits(self, namespace: str, hits: Mapping[str, int]) -> None:
+    async def add_hits(self, namespace: str, hits: Mapping[str, int]) -> None:
         check_namespace(namespace)
         head = (layout.HITS_MAX, layout.HITS_SECONDS)
-        self._add(self._hits, layout.hits(namespace), head, hits)
+        await self._add(self._hits, layout.hits(namespace), head, hits)
 
-    def hits(self, namespace: str, keys: Sequence[str]) -> list[int]:
+    async def hits(self, namespace: str, keys: Sequence[str]) -> list[int]:
         check_namespace(namespace)
         if not keys:
             return []
-        (scores,) = self._link.batch([("ZMSCORE", layout.hits(namespace), *keys)])
+        (scores,) = await self._client.batch([("ZMSCORE", layout.hits(namespace), *keys)])
         return [layout.read_hits(score) for score in scores]
 
-    def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
-        self._add(self._stats, layout.stats(node), (layout.STATS_SECONDS,), counters)
+    async def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
+        await self._add(self._stats, layout.stats(node), (layout.STATS_SECONDS,), counters)
 
-    def stats(self) -> dict[str, dict[str, int]]:
-        nodes = list(self.beats())
-        replies = self._link.read_hashes([layout.stats(node) for node in nodes])
+    async def stats(self) -> dict[str, dict[str, int]]:
+        nodes = list(await self.beats())
+        replies = await self._client.read_hashes([layout.stats(node) for node in nodes])
         found = zip(nodes, map(layout.read_counters, replies), strict=True)
         return {node: counters for node, counters in found if counters}
 
-    def scan(self, namespace: str | None = None, *, limit: int | None = None) -> Iterator[Record]:
+    async def scan(
+        self, namespace: str | None = None, *, limit: int | None = None
+    ) -> AsyncIterator[Record]:
         if namespace is not None:
             check_namespace(namespace)
-        hashes = self._link.walk_hashes(layout.records(namespace))
-        found = (record_fields.read_named_record(name, fields) for name, fields in hashes)
-        return islice((record for record in found if record), limit)
+        count = 0
+        async for name, fields in self._client.walk_hashes(layout.records(namespace)):
+            if limit is not None and count >= limit:
+                break
+            record = record_fields.read_named_record(name, fields)
+            if record is not None:
+                count += 1
+                yield record
 
-    def gone(self, namespace: str, key: str) -> str | None:
+    async def gone(self, namespace: str, key: str) -> str | None:
         check_namespace(namespace)
-        (reason,) = self._link.batch([("GET", layout.gone(namespace, key))])
+        (reason,) = await self._client.batch([("GET", layout.gone(namespace, key))])
         return None if reason is None else _text(reason).partition(":")[0]
 
-    def note_failures(self, failures: Sequence[Failure]) -> None:
+    async def note_failures(self, failures: Sequence[Failure]) -> None:
         for one in failures:
             check_namespace(one.namespace)
         life = ("EX", layout.FAIL_SECONDS)
-        self._link.batch(
+        await self._client.batch(
             [
                 ("SET", layout.fail(one.namespace, one.key), layout.fail_value(one), *life)
                 for one in failures
             ]
         )
 
-    def failure(self, namespace: str, key: str) -> Failure | None:
+    async def failure(self, namespace: str, key: str) -> Failure | None:
         check_namespace(namespace)
-        (value,) = self._link.batch([("GET", layout.fail(namespace, key))])
+        (value,) = await self._client.batch([("GET", layout.fail(namespace, key))])
         return None if value is None else layout.read_failure(namespace, key, value)
 
-    def mark_invalid(self, namespace: str, at: float) -> None:
+    async def mark_invalid(self, namespace: str, at: float) -> None:
         check_namespace(namespace)
         with _naming_key(layout.INVALID):
-            self._link.batch(
+            await self._client.batch(
                 [
                     ("HSET", layout.INVALID, namespace, f"{at:.3f}"),
                     ("EXPIRE", layout.INVALID, layout.INVALID_SECONDS),
                 ]
             )
 
-    def invalidations(self) -> dict[str, float]:
-        (fields,) = self._link.read_hashes([layout.INVALID])
+    async def invalidations(self) -> dict[str, float]:
+        (fields,) = await self._client.read_hashes([layout.INVALID])
         return layout.read_invalidations(fields)
 
-    def clear(self, namespace: str) -> int:
+    async def clear(self, namespace: str) -> int:
         check_namespace(namespace)
         count = 0
-        for names in self._link.walk(layout.records(namespace)):
+        async for names in self._client.walk(layout.records(namespace)):
             records = [name.decode("ascii", "ignore") for name in names]
             pairs = [(record, layout.gone_beside(record)) for record in records]
-            cleared = self._link.run_many(
+            cleared = await self._client.run_many(
                 self._clear,
                 [(pair, (f"{GoneReason.INVALIDATED}:", GONE_SECONDS)) for pair in pairs],
             )
             count += sum(map(bool, map(calls.removed, cleared)))
         return count
 
-    def server_info(self) -> ServerInfo:
-        infos = [layout.read_server_info(_text(t)) for t in self._link.each_server(("INFO",))]
+    async def server_info(self) -> ServerInfo:
+        infos = [
+            layout.read_server_info(_text(t)) for t in await self._client.each_server(("INFO",))
+        ]
         return replace(
             infos[0],
             maxmemory_bytes=sum(info.maxmemory_bytes for info in infos),
@@ -267,42 +276,29 @@ class RedisStore(MetadataStore):
         )
 
     def failovers(self) -> int:
-        return self._link.topology.failovers()
+        return self._client.topology.failovers()
 
-    def ping(self) -> float:
+    async def ping(self) -> float:
         start = time.perf_counter()
-        self._link.each_server(("PING",))
+        await self._client.each_server(("PING",))
         return time.perf_counter() - start
 
     def mirror(
-        self,
-        loop: "asyncio.AbstractEventLoop",
-        dialler: Executor,
-        forgotten: Forgotten = lambda _: None,
-    ) -> Mirror:
-        """A mirror of this store's records for `loop`. Call it on the loop's thread.
+        self, forgotten: Forgotten = lambda _: None
+    ) -> tuple[RedisMirror, RedisMirrorClaims]:
+        mirror = RedisMirror(self._client.topology, forgotten)
+        return mirror, RedisMirrorClaims(mirror, self._claim, self._release)
 
-        `dialler` is an executor for connecting. For `forgotten` see `store.entries.Forgotten`.
-        Close the mirror before the store.
-        """
-        return Mirror(loop, self._link.topology, dialler, forgotten)
+    def traces(self) -> RedisTraces:
+        return RedisTraces(self._client)
 
-    def mirror_claims(self, mirror: Mirror) -> MirrorClaims:
-        """Claims over the connections of this store's mirror, without a thread."""
-        return MirrorClaims(mirror, self._claim, self._release)
+    def inspection(self) -> RedisInspection:
+        return RedisInspection(self._client)
 
-    def traces(self) -> Traces:
-        """Everything that the servers hold about single keys, for people."""
-        return Traces(self._link)
+    async def close(self) -> None:
+        await self._client.topology.close()
 
-    def inspection(self) -> Inspection:
-        """Checks of the servers, for people."""
-        return Inspection(self._link)
-
-    def close(self) -> None:
-        self._link.close()
-
-    def _add(
+    async def _add(
         self, script: Script, key: str, head: tuple[int, ...], counts: Mapping[str, int]
     ) -> None:
         """Run a script with names and increments, in pages that do not block the server for
@@ -312,7 +308,7 @@ class RedisStore(MetadataStore):
         for start in range(0, len(pairs), _PAGE):
             page = [part for pair in pairs[start : start + _PAGE] for part in pair]
             with _naming_key(key):
-                self._link.run(script, (key,), (*head, *page))
+                await self._client.run(script, (key,), (*head, *page))
 
 
 @contextmanager

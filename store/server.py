@@ -1,151 +1,192 @@
-"""Server: a pool of connections to one server."""
+"""Server: calls of one Redis or Valkey server, each with a deadline, over a pool of connections."""
 
-import threading
-from collections.abc import Sequence
-from typing import Any
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
-from store.budget import Budget
-from store.connection import Command, Connection, Lost, pack
-from store.dialled import Access, Endpoint
-from store.errors import StoreUnavailable
+from redis.asyncio.connection import AbstractConnection, ConnectionPool
+from redis.exceptions import MaxConnectionsError
+from redis.exceptions import TimeoutError as ConnectTimeoutError
 
-_CONNECTIONS_MAX = 64  # more than a node has threads; a call above the limit fails
+from store.connections import Access, Endpoint
+from store.errors import StoreError, StoreRefused, StoreUnavailable
+from store.replies import FAILURES, REFUSALS, Command, Reply, code_of, pack, read_replies, reason_of
+
+PROBE_SECONDS_MIN, PROBE_SECONDS_MAX = 0.05, 1.0
+"""Pause between two probes of a server that hangs, doubled each time."""
 
 
-class Exchange:
-    """Commands that were sent; `finish` reads their replies."""
+class Budget:
+    """The time of one operation: the call timeout, plus the connect timeout once for all dials.
 
-    def __init__(
-        self, server: "Server", connection: Connection, count: int, budget: Budget
-    ) -> None:
-        self._server = server
-        self._connection = connection
-        self._count = count
-        self._budget = budget
+    Time for dialling does not reduce the time for the call.
+    """
 
-    def finish(self) -> list[Any]:
-        """The replies, in order; a failed command has an ErrorReply. Raises StoreUnavailable."""
+    def __init__(self, access: Access) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._at = self._clock() + access.call_timeout_seconds
+        self._dial_seconds = access.connect_timeout_seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline; never below 0."""
+        return max(self._at - self._clock(), 0.0)
+
+    def calling(self, share: float) -> asyncio.Timeout:
+        """The deadline of a call that may take `share` of the time left."""
+        return asyncio.timeout_at(self._clock() + share * self.left)
+
+    @asynccontextmanager
+    async def dialling(self, share: float, *, hangs: bool) -> AsyncIterator[asyncio.Timeout]:
+        """The deadline of a dial that may take `share` of the time left for dials.
+
+        If the server `hangs`, as far as is known, the dial takes its time from the call.
+        """
+        started = self._clock()
+        seconds = min(self._dial_seconds, self.left) if hangs else self._dial_seconds
         try:
-            replies = self._connection.receive(self._count, self._budget.deadline)
-        except BaseException as error:
-            # Replies may still arrive, so the connection cannot be used again.
-            self._server.discard(self._connection, error)
-            raise
-        self._server.release(self._connection)
-        return replies
+            async with asyncio.timeout_at(started + share * seconds) as deadline:
+                yield deadline
+        finally:
+            spent = min(self._clock() - started, self._dial_seconds)
+            self._dial_seconds -= spent
+            if not hangs:
+                self._at += spent
 
 
 class Server:
-    """Up to 64 connections to one server. Every method may be called from any thread.
+    """Calls of one server. All methods run on one loop.
 
-    `losses` counts connections that ended, or were refused, after the server had been reached: it
-    may have restarted and lost its data.
+    `losses` counts restarts and replacements: another process answers than before.
     """
 
-    def __init__(self, endpoint: Endpoint, access: Access) -> None:
+    def __init__(self, endpoint: Endpoint, access: Access, purpose: str = "calls") -> None:
         self.endpoint = endpoint
         self.access = access
         self.losses = 0
-        self._lock = threading.Lock()
-        self._idle: list[Connection] = []
-        self._in_use = 0
-        self._reached = False
+        self.resets = 0
+        """How often tracked connections were to connect anew: another server answers, or may."""
+        self._purpose = purpose
+        self._pool: ConnectionPool | None = None
+        self._run_id = ""
+        self._hangs = False
+        self._probe: asyncio.Task[None] | None = None
+        self._dials: set[asyncio.Timeout] = set()
+        """Deadlines of the dials under way."""
         self._closed = False
 
-    @property
-    def connected(self) -> bool:
-        """Whether a call now would probably find an open connection."""
-        return bool(self._idle)
+    async def exchange(
+        self, commands: Sequence[Command], budget: Budget | None = None, *, share: float = 1.0
+    ) -> list[Reply]:
+        """Send commands, and read the reply to each, in one round trip.
 
-    def begin(
-        self, commands: Sequence[Command], budget: Budget | None = None, *, share: int = 1
-    ) -> Exchange:
-        """Send `commands`. The time for connecting is divided among `share` servers."""
-        budget = budget or Budget(self.access)
-        packed = pack(commands)
-        connection = self._take(budget, share)
-        try:
-            connection.send(packed, budget.deadline)
-        except BaseException as error:
-            self.discard(connection, error)
-            raise
-        return Exchange(self, connection, len(commands), budget)
-
-    def exchange(self, commands: Sequence[Command], budget: Budget | None = None) -> list[Any]:
-        """Send commands and read the replies, in one round trip."""
-        return self.begin(commands, budget).finish()
-
-    def dial(self) -> Connection:
-        """Open a RESP3 connection outside the pool, for the caller alone."""
-        return self._dial(Budget(self.access), 1, protocol=3)
-
-    def _take(self, budget: Budget, share: int) -> Connection:
-        while True:
-            with self._lock:
-                if self._closed:
-                    raise StoreUnavailable("the store is closed")
-                if not self._idle:
-                    if self._in_use >= _CONNECTIONS_MAX:
-                        raise StoreUnavailable(
-                            f"store {self.endpoint}: at the limit of {_CONNECTIONS_MAX} calls "
-                            "in flight; use fewer threads"
-                        )
-                    self._in_use += 1
-                    break
-                connection = self._idle.pop()
-                self._in_use += 1
-            if connection.is_idle:
-                return connection
-            self.discard(connection, Lost("ended while it was idle"))
-        try:
-            connection = self._dial(budget, share, protocol=2)
-        except BaseException as error:
-            self._count_loss(error)
-            raise
-        self._reached = True
-        return connection
-
-    def _dial(self, budget: Budget, share: int, *, protocol: int) -> Connection:
-        with budget.connecting(share) as seconds:
-            connection = Connection(self.endpoint, self.access, seconds)
-        try:
-            connection.log_in(budget.deadline, protocol=protocol)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def release(self, connection: Connection) -> None:
-        with self._lock:
-            self._in_use -= 1
-            if not self._closed:
-                self._idle.append(connection)
-                return
-        connection.close()
-
-    def discard(self, connection: Connection, cause: BaseException) -> None:
-        connection.close()
-        self._count_loss(cause)
-
-    def _count_loss(self, cause: BaseException) -> None:
-        with self._lock:
-            self._in_use -= 1
-            if not isinstance(cause, Lost):
-                return
-            if self._reached:
-                self.losses += 1
-                self._reached = False
-            # The idle ones ended too, or are opened again: one restart counts as one loss.
-            stale, self._idle = self._idle, []
-        for connection in stale:
-            connection.close()
-
-    def close(self) -> None:
-        """Close idle connections now, and those in use when their replies have arrived.
-        Idempotent.
+        Raises StoreUnavailable. `share` limits dial and call to a part of the budget's time, so
+        that another server can be called if this one hangs.
         """
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+        budget = budget or Budget(self.access)
+        pool, connection = await self._take(budget, share)
+        try:
+            async with budget.calling(share):
+                await connection.send_packed_command(pack(commands))
+                replies = await read_replies(connection, len(commands))
+        except BaseException as error:
+            # Replies may still arrive, so the connection cannot be used again.
+            await connection.disconnect(nowait=True)
+            if isinstance(error, (*FAILURES, TimeoutError)):
+                raise self.unavailable(error) from error
+            raise
+        finally:
+            if pool is not self._pool or self._closed:
+                await connection.disconnect(nowait=True)
+            await pool.release(connection)
+        self._hangs = False
+        return replies
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the last call got no answer in time. Then it is probed in the background."""
+        if self._hangs and (self._probe is None or self._probe.done()):
+            self._probe = asyncio.create_task(self._probe_until_it_answers())
+        return self._hangs
+
+    async def reset(self) -> None:
+        """Connect anew with the next call: the server takes no more writes, and its address may
+        lead to another one by now."""
+        pool, self._pool = self._pool, None
+        if not self._run_id:  # else the next login shows whether it is another one
+            self.resets += 1
+        if pool is not None:
+            with suppress(*FAILURES):
+                await pool.disconnect(inuse_connections=False)
+
+    async def close(self) -> None:
+        """Close all connections. Calls in flight end with StoreUnavailable. Idempotent."""
+        self._closed = True
+        for deadline in self._dials:
+            if not deadline.expired():
+                deadline.reschedule(0.0)
+        if self._probe is not None:
+            self._probe.cancel()
+            await asyncio.gather(self._probe, return_exceptions=True)
+        if self._pool is not None:
+            with suppress(*FAILURES):  # a server that hangs does not end TLS
+                await self._pool.disconnect()
+
+    async def _take(
+        self, budget: Budget, share: float
+    ) -> tuple[ConnectionPool, AbstractConnection]:
+        if self._closed:
+            raise StoreUnavailable("the store is closed")
+        try:
+            async with budget.dialling(share, hangs=self._hangs) as deadline:
+                self._dials.add(deadline)
+                try:
+                    pool = self._connections()
+                    return pool, await pool.get_connection()
+                finally:
+                    self._dials.discard(deadline)
+        except MaxConnectionsError as error:
+            raise StoreUnavailable(
+                f"store {self.endpoint}: at the limit of {self.access.connections_max} calls in "
+                "flight; use fewer threads"
+            ) from error
+        except (*FAILURES, TimeoutError) as error:
+            raise self.unavailable(error) from error
+
+    def _connections(self) -> ConnectionPool:
+        if self._pool is None:  # made late: it reads the TLS files
+            self._pool = self.access.pool(self.endpoint, self._purpose, self.logged_in)
+        return self._pool
+
+    def logged_in(self, run_id: str) -> None:
+        """A connection reached the server with this run id; "" if it does not say."""
+        if self._run_id and run_id and self._run_id != run_id:
+            self.losses += 1
+            self.resets += 1
+        self._run_id = run_id or self._run_id
+
+    def unavailable(self, error: BaseException) -> StoreError:
+        """The error for what a connection raised; a StoreError stays."""
+        if isinstance(error, StoreError):
+            return error
+        name = f"store {self.endpoint}"
+        if isinstance(error, REFUSALS):
+            # Of the login. A server that lacks HELLO or AUTH quotes the password in its error.
+            why = f"{name} refuses the login: {code_of(error) or 'ERR'}"
+            source = self.access.credentials
+            return StoreRefused(why if source is None else f"{why}; {source}")
+        if self._closed:
+            return StoreUnavailable("the store is closed")
+        if isinstance(error, TimeoutError | ConnectTimeoutError):
+            self._hangs = True
+            return StoreUnavailable(f"{name}: no answer in time")
+        return StoreUnavailable(f"{name}: {reason_of(error)}")
+
+    async def _probe_until_it_answers(self) -> None:
+        pause = PROBE_SECONDS_MIN
+        while self._hangs and not self._closed:
+            try:
+                await self.exchange([("PING",)])
+            except StoreUnavailable:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, PROBE_SECONDS_MAX)

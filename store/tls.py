@@ -1,38 +1,97 @@
-"""TLS contexts from the files that a URL names.
+"""TLS contexts from the options of a URL, which have redis-py's names.
 
-Errors say which file is at fault and why, which Python's own errors do not.
+Errors say which option or file is at fault and why, which Python's own errors do not.
 """
 
+import os
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 _PEM: Final = "in PEM format"
+_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 
 
-class TlsFileError(OSError):
-    """A file cannot be used. The message names the option, the file and the reason."""
+class TlsOptionError(OSError):
+    """A TLS option cannot be used. The message names the option, its file and the reason."""
 
 
-def tls_context(files: Mapping[str, str]) -> ssl.SSLContext:
-    """Build a client context. With `ssl_ca_certs` only that authority is trusted, else the
-    system's.
+def tls_context(options: Mapping[str, Any]) -> ssl.SSLContext:
+    """Build a client context. With `ssl_ca_certs` or `ssl_ca_path` only these authorities are
+    trusted, else the system's.
 
     Raises:
-        TlsFileError: a file cannot be used.
+        TlsOptionError: an option cannot be used.
     """
-    for option, path in files.items():
-        _check_readable(option, path)
-    try:
-        context = ssl.create_default_context(cafile=files.get("ssl_ca_certs"))
-    except ssl.SSLError as error:
-        raise _fault(files, "ssl_ca_certs", f"it contains no certificate {_PEM}") from error
-    if "ssl_certfile" in files:
-        _load_certificate(context, files)
-    elif "ssl_keyfile" in files:
-        raise _fault(files, "ssl_keyfile", "a key needs its certificate; set ssl_certfile too")
+    for option in _FILES:
+        if option in options:
+            _check_readable(option, options[option])
+    context = _context_of_authorities(options)
+    if "ssl_certfile" in options:
+        _load_certificate(context, options)
+    elif "ssl_keyfile" in options:
+        raise _fault(options, "ssl_keyfile", "a key needs its certificate; set ssl_certfile too")
+    is_verified = options.get("ssl_cert_reqs") != "none"
+    context.check_hostname = is_verified and options.get("ssl_check_hostname", True)
+    context.verify_mode = ssl.CERT_REQUIRED if is_verified else ssl.CERT_NONE
+    for flag in options.get("ssl_include_verify_flags", ()):
+        context.verify_flags |= ssl.VerifyFlags[flag]
+    for flag in options.get("ssl_exclude_verify_flags", ()):
+        context.verify_flags &= ~ssl.VerifyFlags[flag]
+    if "ssl_min_version" in options:
+        context.minimum_version = ssl.TLSVersion(options["ssl_min_version"])
+    if "ssl_ciphers" in options:
+        _set_ciphers(context, options)
     return context
+
+
+class TlsContexts:
+    """The context for new connections. It is built again when one of its files has changed, as by a
+    renewal of certificates: building it takes 10 ms, in which the loop stands still.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._context: ssl.SSLContext | None = None
+        self._stamps: list[tuple[int, ...] | None] = []
+
+    def current(self) -> ssl.SSLContext:
+        """Raises TlsOptionError, as `tls_context`."""
+        stamps = [_stamp(self._options[name]) for name in _FILES if name in self._options]
+        if self._context is None or stamps != self._stamps:
+            self._context = tls_context(self._options)
+            self._stamps = stamps
+        return self._context
+
+
+def _stamp(path: str) -> tuple[int, ...] | None:
+    """Changes with the file's content; None if there is no such file."""
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def _context_of_authorities(options: Mapping[str, Any]) -> ssl.SSLContext:
+    folder = options.get("ssl_ca_path")
+    if folder is not None:
+        try:
+            os.scandir(folder).close()
+        except (OSError, ValueError) as error:
+            raise _unreadable("ssl_ca_path", folder, error) from error
+    try:
+        return ssl.create_default_context(cafile=options.get("ssl_ca_certs"), capath=folder)
+    except ssl.SSLError as error:
+        raise _fault(options, "ssl_ca_certs", f"it contains no certificate {_PEM}") from error
+
+
+def _set_ciphers(context: ssl.SSLContext, options: Mapping[str, Any]) -> None:
+    try:
+        context.set_ciphers(options["ssl_ciphers"])
+    except ssl.SSLError as error:
+        raise _fault(options, "ssl_ciphers", "OpenSSL has none of these") from error
 
 
 _OF_ANOTHER = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
@@ -41,7 +100,7 @@ is of another type.
 """
 
 
-def _load_certificate(context: ssl.SSLContext, files: Mapping[str, str]) -> None:
+def _load_certificate(context: ssl.SSLContext, files: Mapping[str, Any]) -> None:
     certificate, key = files["ssl_certfile"], files.get("ssl_keyfile")
     try:
         # With a password, else OpenSSL prompts on the terminal for an encrypted key's passphrase.
@@ -61,8 +120,11 @@ def _check_readable(option: str, path: str) -> None:
     try:
         Path(path).open("rb").close()
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        why = getattr(error, "strerror", None) or str(error)
-        raise TlsFileError(f"{option} {path}: {why}") from error
+        raise _unreadable(option, path, error) from error
+
+
+def _unreadable(option: str, path: str, error: Exception) -> TlsOptionError:
+    return TlsOptionError(f"{option} {path}: {getattr(error, 'strerror', None) or error}")
 
 
 def _has_certificate(path: str) -> bool:
@@ -73,5 +135,5 @@ def _has_certificate(path: str) -> bool:
     return True
 
 
-def _fault(files: Mapping[str, str], option: str, why: str) -> TlsFileError:
-    return TlsFileError(f"{option} {files[option]}: {why}")
+def _fault(options: Mapping[str, Any], option: str, why: str) -> TlsOptionError:
+    return TlsOptionError(f"{option} {options[option]}: {why}")

@@ -1,134 +1,73 @@
 """Traces: everything that the servers hold about one key, to explain why it is a miss.
 
-Used by commands for people only, never by an engine. Runs on the caller's thread.
+Used by commands for people only, never by an engine.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 from store import layout, record_fields
-from store.answers import ClaimState, Failure
-from store.connection import Command
+from store.answers import Address, Claim, ClaimState, Departure, Gone, Trace
+from store.base import Traces
+from store.client import Client, fields_of
 from store.errors import StoreCorrupt, StoreError
-from store.link import Link, fields_of
-from store.record import Record, check_namespace
+from store.record import check_namespace
+from store.replies import Command
 
 _PAGE = 100  # keys in one round trip, with ten commands each
 _NAME = re.compile(r"lb:(?:rec|claim|gone|fail):([A-Za-z0-9._-]{1,128}):\{([^{}]+)\}\Z")
 _SPECIAL = re.compile(r"[*?\[\]\\]")
 
-Address = tuple[str, str]
-"""(namespace, key)."""
 
+class RedisTraces(Traces):
+    def __init__(self, client: Client) -> None:
+        self._client = client
 
-class Claim(NamedTuple):
-    """The claim of a key: its holder will produce it (intent) or is producing it (encoding)."""
-
-    holder: str
-    state: ClaimState
-    remaining_seconds: float
-
-
-class Gone(NamedTuple):
-    """Why the last copy was removed; `node` is empty if an older version wrote it."""
-
-    reason: str
-    node: str
-    remaining_seconds: float
-    """Until the tombstone expires."""
-
-
-class Trace(NamedTuple):
-    """Everything that is stored about one key in one namespace."""
-
-    namespace: str
-    key: str
-    record: Record | None = None
-    unreadable: str = ""
-    """Why readers of this version miss the value under the record's name; empty if they can read
-    it.
-    """
-    record_remaining_seconds: float = 0.0
-    claim: Claim | None = None
-    gone: Gone | None = None
-    failure: Failure | None = None
-    failed_seconds_ago: float = 0.0
-    hits: int = 0
-
-    @property
-    def is_empty(self) -> bool:
-        return self == Trace(self.namespace, self.key)
-
-
-class Departure(NamedTuple):
-    """What is known of a node that no longer beats."""
-
-    reason: str
-    """`stopped` or `died`; empty if no node removed it within the last day."""
-    boot: str
-    seconds_ago: float
-    silent_seconds: float | None
-    """Since it last described itself; None if not within the last day."""
-
-
-class Traces:
-    """Errors are those of MetadataStore."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def of(self, addresses: Sequence[Address]) -> list[Trace]:
-        """The trace of each key, in their order."""
+    async def of(self, addresses: Sequence[Address]) -> list[Trace]:
         for namespace, _ in addresses:
             check_namespace(namespace)
         traces: list[Trace] = []
         for start in range(0, len(addresses), _PAGE):
             page = addresses[start : start + _PAGE]
             commands = [command for address in page for command in _commands(*address)]
-            replies = self._link.try_batch(commands)
+            replies = await self._client.try_batch(commands)
             count = len(commands) // len(page)
             for i, address in enumerate(page):
                 traces.append(_trace(*address, replies[i * count : (i + 1) * count]))
         return traces
 
-    def find(self, part: str) -> Iterator[Address]:
-        """Iterate over (namespace, key) of keys that contain `part`; some come twice. Scans the
-        server.
-
-        A key whose name is a hash is found by its record only.
-        """
+    async def find(self, part: str) -> AsyncIterator[Address]:
+        """A key whose name is a hash is found by its record only."""
         escaped = _SPECIAL.sub(lambda match: "\\" + match[0], part)
-        for names in self._link.walk(f"lb:*:{{*{escaped}*}}"):
+        async for names in self._client.walk(f"lb:*:{{*{escaped}*}}"):
             for name in names:
                 match = _NAME.match(name.decode("utf-8", "replace"))
                 if match and part in match[2] and layout.key_name(match[2]) == match[2]:
                     yield match[1], match[2]
-        for name, fields in self._link.walk_hashes(f"lb:rec:*:{{{layout.HASHED}*"):
+        async for name, fields in self._client.walk_hashes(f"lb:rec:*:{{{layout.HASHED}*"):
             record = record_fields.read_named_record(name, fields)
             if record and part in record.key:
                 yield record.namespace, record.key
 
-    def hottest(self, namespaces: Sequence[str], most: int) -> dict[Address, int]:
-        """Hits of the `most` keys with the most hits in each namespace."""
+    async def hottest(self, namespaces: Sequence[str], most: int) -> dict[Address, int]:
         commands: list[Command] = [
             ("ZRANGE", layout.hits(space), 0, most - 1, "REV", "WITHSCORES") for space in namespaces
         ]
         hottest = {}
-        for space, reply in zip(namespaces, self._link.try_batch(commands), strict=True):
+        for space, reply in zip(namespaces, await self._client.try_batch(commands), strict=True):
             if isinstance(reply, StoreError) and not _is_foreign(reply):
                 raise reply
             for name, score in _scored([] if _is_foreign(reply) else reply):
                 hottest[space, name.decode("utf-8", "replace")] = layout.read_hits(score)
         return hottest
 
-    def departures(self, nodes: Sequence[str]) -> dict[str, Departure]:
-        """How each node ended, as far as it is known."""
+    async def departures(self, nodes: Sequence[str]) -> dict[str, Departure]:
         commands: list[Command] = []
         for node in nodes:
             left = layout.left(node)
             commands += [("GET", left), ("PTTL", left), ("PTTL", layout.node(node))]
-        replies = self._link.batch(commands) if commands else []
+        replies = await self._client.batch(commands) if commands else []
         departures = {}
         for i, node in enumerate(nodes):
             value, left_for, described_for = replies[3 * i : 3 * i + 3]

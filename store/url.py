@@ -4,11 +4,14 @@ Nothing in this module puts a password into a message, a repr or an exception's 
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import unquote
 
+from store import url_options
 from store.errors import StoreUrlError
+from store.url_options import Options, read_options
 
 Topology = Literal["standalone", "sentinel", "cluster"]
 
@@ -32,12 +35,10 @@ _ALL_FORMS = (
     f"also with rediss (TLS), valkey or valkeys (TLS) in the place of redis, and {_UNIX_FORM}"
 )
 
-_TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-_SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
-_SHOWN_OPTIONS = ("db", *_TLS_OPTIONS)
 _PORT = 6379
 _SENTINEL_PORT = 26379
 _HIDDEN = "***"
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _ADDRESS = re.compile(
     r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%25[A-Za-z0-9._-]+)?\])(?::([0-9]{1,5}))?"
 )
@@ -49,8 +50,8 @@ class StoreUrl:
     """A parsed URL. `hosts` is empty exactly if `path` is set.
 
     A standalone URL has one host. The hosts of the others are entry points: sentinels that know the
-    master of `service`, or some of a cluster's servers. User, password and TLS files apply to all
-    servers. Sentinels have a user and a password of their own, and share the TLS files.
+    master of `service`, or some of a cluster's servers. User, password and options apply to all
+    servers. Sentinels have a user and a password of their own, and share the options.
     """
 
     scheme: str
@@ -60,7 +61,14 @@ class StoreUrl:
     service: str = ""
     username: str | None = None
     password: str | None = field(default=None, repr=False)
-    tls_files: tuple[tuple[str, str], ...] = ()
+    tls_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the TLS context, by redis-py's names."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of redis-py's connections, by name."""
+    client_name: str = url_options.CLIENT_NAME
+    """How the names of connections begin."""
+    connections_max: int = url_options.CONNECTIONS_MAX
+    """Connections to one server; a call that needs another one fails."""
     sentinel_username: str | None = None
     sentinel_password: str | None = field(default=None, repr=False)
 
@@ -72,8 +80,17 @@ class StoreUrl:
     def tls(self) -> bool:
         return self.scheme.partition("-")[0] in _TLS_PRODUCTS
 
-    def with_passwords(self, password: str | None, sentinel_password: str | None) -> "StoreUrl":
+    def with_passwords(
+        self,
+        password: str | None,
+        sentinel_password: str | None,
+        *,
+        provided: bool = False,
+        sentinel_provided: bool = False,
+    ) -> "StoreUrl":
         """Return a copy with the given passwords instead of its own.
+
+        `provided` and `sentinel_provided`: each connection gets the password otherwise.
 
         Raises:
             StoreUrlError: a user without a password; servers would use the default user.
@@ -83,11 +100,15 @@ class StoreUrl:
             password=password or self.password,
             sentinel_password=sentinel_password or self.sentinel_password,
         )
-        for user, secret, name in (
-            (complete.username, complete.password, "store_password"),
-            (complete.sentinel_username, complete.sentinel_password, "store_sentinel_password"),
+        for user, has_secret, name in (
+            (complete.username, provided or complete.password, "store_password"),
+            (
+                complete.sentinel_username,
+                sentinel_provided or complete.sentinel_password,
+                "store_sentinel_password",
+            ),
         ):
-            if user is not None and secret is None:
+            if user is not None and not has_secret:
                 raise StoreUrlError(  # the user may be a misplaced password, so it is not shown
                     f"the store URL names a user and no password; set {name!r} or '{name}_file' "
                     "(a password without a user is written redis://:PASSWORD@host)"
@@ -115,37 +136,43 @@ def parse(url: str) -> StoreUrl:
     if topology != "standalone" and "@" in user:
         raise _refusal(url, "write user and password once, before the first host; write @ as %40")
     username, _, password = user.partition(":")
-    options = _options(url, scheme, query)
-    service, database = _service_and_database(url, scheme, path, options)
+    read_hosts = () if scheme == "unix" else _read_hosts(url, topology, hosts)
+    socket_path = _socket_path(url, hosts, slash + path) if scheme == "unix" else ""
+    options = _read_options(url, scheme, query)
+    values = options.values
+    service, database = _service_and_database(url, scheme, path, values)
     return StoreUrl(
         scheme,
-        hosts=() if scheme == "unix" else _read_hosts(url, topology, hosts),
-        path=_socket_path(url, hosts, slash + path) if scheme == "unix" else "",
+        hosts=read_hosts,
+        path=socket_path,
         database=database,
         service=service,
         username=unquote(username) or None,
         password=unquote(password) or None,
-        tls_files=tuple((name, options[name]) for name in _TLS_OPTIONS if name in options),
-        sentinel_username=options.get("sentinel_username") or None,
-        sentinel_password=options.get("sentinel_password") or None,
+        tls_options=options.of(url_options.TLS),
+        options=options.of(url_options.CONNECTION) | options.of(url_options.TCP),
+        client_name=values.get("client_name", url_options.CLIENT_NAME),
+        connections_max=values.get("max_connections", url_options.CONNECTIONS_MAX),
+        sentinel_username=values.get("sentinel_username") or None,
+        sentinel_password=values.get("sentinel_password") or None,
     )
 
 
-def _options(url: str, scheme: str, query: str) -> dict[str, str]:
-    """Value of each option by name. An option must be allowed by the scheme, and given once."""
+def _read_options(url: str, scheme: str, query: str) -> Options:
+    """The options of `url`. Each must be allowed by the scheme, and given once."""
     topology = _TOPOLOGIES[scheme]
-    allowed: tuple[str, ...] = () if topology == "cluster" else ("db",)
-    allowed += _SENTINEL_OPTIONS if topology == "sentinel" else ()
-    allowed += _TLS_OPTIONS if scheme.partition("-")[0] in _TLS_PRODUCTS else ()
-    options: dict[str, str] = {}
-    for option in query.split("&") if query else ():
-        name, equals, value = option.partition("=")
-        if name not in allowed or not equals:
-            names = f"allowed are {', '.join(allowed)}" if allowed else "none is allowed here"
-            raise _refusal(url, f"unknown option; {names}")
-        if name in options:
-            raise _refusal(url, f"the option {name} is given twice")
-        options[name] = unquote(value)
+    groups = [url_options.OWN, url_options.CONNECTION]
+    if topology != "cluster":
+        groups.insert(0, url_options.DATABASE)
+    if topology == "sentinel":
+        groups.append(url_options.SENTINEL)
+    if scheme != "unix":
+        groups.append(url_options.TCP)
+    if scheme.partition("-")[0] in _TLS_PRODUCTS:
+        groups.append(url_options.TLS)
+    options = read_options(query, *groups)
+    if options.fault:
+        raise StoreUrlError(f"store URL {redact(url)!r}: {options.fault}")
     return options
 
 
@@ -212,13 +239,14 @@ def _refusal(url: str, why: str) -> StoreUrlError:
 def redact(url: str) -> str:
     """`url` without user, password and unknown options: safe for logs, errors and screens.
 
-    Accepts any text, also one that is no URL. In doubt it hides more.
+    Accepts any text, also one that is no URL. In doubt it hides more: all but the scheme if that is
+    not one of Redis'.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
         return url if _ADDRESS.fullmatch(url) else _HIDDEN
     if scheme.lower() not in SCHEMES:
-        return f"{scheme if scheme.isalnum() else _HIDDEN}://{_HIDDEN}"
+        return f"{scheme if _SCHEME.fullmatch(scheme) else _HIDDEN}://{_HIDDEN}"
     # A socket's path may contain an '@'. Elsewhere the last '@' ends the user part, even if slashes
     # come before it: they may be part of a password, or a typing error.
     hidden_user = ""
@@ -237,4 +265,4 @@ def redact(url: str) -> str:
 
 
 def _shown_option(option: str) -> str:
-    return option if option.partition("=")[0] in _SHOWN_OPTIONS else _HIDDEN
+    return option if option.partition("=")[0] in url_options.SHOWN else _HIDDEN

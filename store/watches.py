@@ -4,18 +4,18 @@ Part of the mirror, on its loop's thread. Both Redis keys are read on the tracke
 server reports their next change. After each change they are read again.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from store import layout
-from store.connection import Command, hgetall
 from store.errors import StoreError, StoreUnavailable
-from store.lane import TrackedConnection
 
 if TYPE_CHECKING:
-    import asyncio
+    from store.replies import Command
+from store.tracking import TrackedConnection
 
 REARM_SECONDS = 0.1
 """Pause after a server was not reached, or refused."""
@@ -40,7 +40,7 @@ class Watches:
 
     def __init__(
         self,
-        loop: "asyncio.AbstractEventLoop",
+        loop: asyncio.AbstractEventLoop,
         connection_for: Callable[[bytes], TrackedConnection],
         cache_reply: Callable[[TrackedConnection, bytes, tuple[str, str], Any, float], object],
         call: Callable[..., None],
@@ -74,6 +74,15 @@ class Watches:
         """A connection was lost: read again soon what was watched on it."""
         for watch in {watch for watches in self._by_name.values() for watch in watches}:
             if watch.connection is connection:
+                self._arm_soon(watch)
+
+    def moved(self) -> None:
+        """Keys moved to other servers: read there what is watched."""
+        for watch in {watch for watches in self._by_name.values() for watch in watches}:
+            try:
+                if self._connection_for(watch.names[0]) is not watch.connection:
+                    self._arm(watch)
+            except StoreUnavailable:
                 self._arm_soon(watch)
 
     def close(self) -> None:
@@ -111,7 +120,7 @@ class Watches:
             # Only a claim exists. A waiter that now tried to claim would be refused. Claims that it
             # acquires and releases for other keys would wake other waiters in turn.
 
-        commands: list[Command] = [hgetall(record), ("GET", claim)]
+        commands: list[Command] = [("HGETALL", record), ("GET", claim)]
         connection.request(commands, each, done)
 
     def _arm_soon(self, watch: Watch) -> None:

@@ -44,6 +44,7 @@ pytest_plugins = [
         "first_hosts",
         "raw_ends",
         "clusters",
+        "switchovers",
         "observing",
         "groups",
         "run_times",
@@ -52,10 +53,6 @@ pytest_plugins = [
 ]
 # These are not named test_*, so without this a failed assert in them would not be explained.
 pytest.register_assert_rewrite(
-    "contract_store",
-    "contract_store_claims",
-    "contract_store_nodes",
-    "contract_store_sole",
     "contract_pipe",
     "contract_pipe_limits",
     "contract_pipe_processes",
@@ -66,6 +63,7 @@ pytest.register_assert_rewrite(
     "observing",
     "openai_servers",
     "deployment",
+    "store.testing",
 )
 
 _standstills = pytest.StashKey[Standstills]()

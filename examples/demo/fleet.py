@@ -19,7 +19,7 @@ from connectors.plugin import CONNECTOR_NAME
 from examples.demo.interpreter import python_command
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.runtime import to_json
-from store import EmbeddedServer, MetadataStore, open_store, run_with_owner
+from store import BlockingStore, EmbeddedServer, open_store, run_with_owner
 
 ARENA_BYTES = 256 << 20
 _NODE_READY_SECONDS = 60.0
@@ -128,7 +128,7 @@ class Fleet:
         self.store_url = ""
 
     @property
-    def store(self) -> MetadataStore:
+    def store(self) -> BlockingStore:
         return self._store
 
     def __enter__(self) -> Self:

@@ -10,7 +10,7 @@ from pathlib import Path
 from examples.demo.engine import Answer, DemoEngine, Question
 from examples.demo.model_size import ModelSize
 from examples.demo.outcome import KeyFacts, Origin, Outcome, Purpose
-from store import MetadataStore
+from store import BlockingStore
 
 PROMPT = "What is in this picture?"
 _OWN_REPEATS = 3
@@ -55,7 +55,7 @@ class Story:
     def __init__(
         self,
         engines: Mapping[str, DemoEngine],
-        store: MetadataStore,
+        store: BlockingStore,
         expected: Expected,
         report: Report,
     ) -> None:

@@ -92,7 +92,7 @@ def _check_server(url: str) -> None:
         CommandError: the URL holds a password.
         StoreError: the server cannot be used, as opening the pipe would raise.
     """
-    from store.dialling import dial
+    from lookup_buffer.pipes.redis_dial import dial
 
     refuse_password("--redis", url)
     dial(url, START_SECONDS).close()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lookup_buffer.access import EMBEDDED
 from lookup_buffer.cli.options import configure, of_store
 from lookup_buffer.cli.output import print_json, print_outline
 from lookup_buffer.environment import misspelt_variables
@@ -36,13 +37,22 @@ from lookup_buffer.inspection.access import (
 from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
 from lookup_buffer.inspection.records import size_text
 from lookup_buffer.shm.index import IS_ORDERED, WITHOUT_ORDER
-from store import EmbeddedServerError, MetadataStore, NodeInfo, ServerInfo, StoreError, layout
+from store import (
+    BlockingStore,
+    EmbeddedServerError,
+    NodeInfo,
+    ServerInfo,
+    StoreError,
+    StoreNotBrowsable,
+    layout,
+)
 from store.embedded import find_server
+from store.schemes import is_foreign
 from store.url import parse
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
-    from store.inspection import Inspection
+    from store.blocking import BlockingInspection
 
 OLDEST_VERSIONS = {"redis": (7, 0), "valkey": (8, 0)}
 SERVER_MEMORY_PART_MAX = 0.8
@@ -134,7 +144,8 @@ def _print(checks: list[Check]) -> None:
 
 def store_checks(config: "BufferConfig") -> Iterator[Check]:
     """Checks of the client library and the store, and of the fleet if the store is usable."""
-    yield from _client_check()
+    if not is_foreign(config.store_url):
+        yield from _client_check()
     access = config.store_access()
     try:
         access.check_files()
@@ -142,10 +153,17 @@ def store_checks(config: "BufferConfig") -> Iterator[Check]:
         yield fail("store", str(error), "correct the file, or the URL")
         return
     try:
-        with opened_store(access) as store:
-            store.ping()
+        with opened_store(access, "doctor", browsed=False) as store:
+            if store.browsable:
+                store.ping()
+            else:
+                store.beats()
             yield ok("store", f"{shown_url(access)} answers")
-            yield from _usable_store_checks(config, store)
+            if is_foreign(config.store_url):
+                yield from _foreign_store_checks(config, store)
+            else:
+                yield from tls_checks(config.store_url)
+                yield from _usable_store_checks(config, store)
     except CommandError as error:
         if error.code is ExitCode.UNREACHABLE:  # the embedded server, which a node would start
             yield _embedded_check(str(error))
@@ -160,11 +178,27 @@ def store_checks(config: "BufferConfig") -> Iterator[Check]:
         )
 
 
+def tls_checks(url: str) -> Iterator[Check]:
+    """A warning if the URL takes servers whose certificate does not prove who they are."""
+    options = {} if url == EMBEDDED else parse(url).tls_options
+    unverified = [
+        f"{name}={value}".lower()
+        for name, value in options.items()
+        if (name, value) in (("ssl_cert_reqs", "none"), ("ssl_check_hostname", False))
+    ]
+    if unverified:
+        yield warn(
+            "store TLS",
+            f"{', '.join(unverified)}: another server could pose as this one, and get the password",
+            "name the certificate of its authority by ssl_ca_certs",
+        )
+
+
 def _client_check() -> Iterator[Check]:
     try:
-        yield ok("store client", f"hiredis {version('hiredis')}")
+        yield ok("store client", f"redis-py {version('redis')}, hiredis {version('hiredis')}")
     except PackageNotFoundError:
-        yield fail("store client", "hiredis is not installed", "pip install hiredis")
+        yield fail("store client", "not installed", "pip install 'redis[hiredis]'")
 
 
 def _embedded_check(found: str) -> Check:
@@ -176,9 +210,25 @@ def _embedded_check(found: str) -> Check:
     return warn("store", found, "it starts with the node")
 
 
-def _usable_store_checks(config: "BufferConfig", store: MetadataStore) -> Iterator[Check]:
+def _foreign_store_checks(config: "BufferConfig", store: BlockingStore) -> Iterator[Check]:
+    """Checks of a package's store. Only the package knows what its servers need."""
+    if store.browsable:
+        info = store.server_info()
+        yield ok("store version", f"{info.product} {info.version}")
+        yield _latency_check(config, store)
+    else:
+        found = str(StoreNotBrowsable(store.store))
+        yield warn("store version", found, "use the tools of its package to check its servers")
+    yield from fleet_checks(store, _token_of(config))
+
+
+def _token_of(config: "BufferConfig") -> str | None:
+    return config.token.get_secret_value() if config.token else None
+
+
+def _usable_store_checks(config: "BufferConfig", store: BlockingStore) -> Iterator[Check]:
     """Checks of a store that answers. They end at a failure that makes the later ones pointless."""
-    inspection = _inspection(store)
+    inspection = store.inspection()
     try:
         info = store.server_info()
     except StoreError:
@@ -188,6 +238,8 @@ def _usable_store_checks(config: "BufferConfig", store: MetadataStore) -> Iterat
         yield from first
         if any(check.verdict is Verdict.FAIL for check in first):
             return
+    if inspection is None:
+        return
     rights = rights_check(inspection)
     yield rights
     if info is not None and rights.verdict is Verdict.OK:
@@ -197,15 +249,7 @@ def _usable_store_checks(config: "BufferConfig", store: MetadataStore) -> Iterat
         yield from clock_check(inspection.clock_ahead_seconds())
         yield records_check(inspection)
         yield nodes_check(inspection)
-        token = config.token.get_secret_value() if config.token else None
-        yield from fleet_checks(store, token)
-
-
-def _inspection(store: MetadataStore) -> "Inspection":
-    from store.redis_store import RedisStore  # slow to import; imported by now
-
-    assert isinstance(store, RedisStore)  # a node can be configured with no other
-    return store.inspection()
+        yield from fleet_checks(store, _token_of(config))
 
 
 def mode_check(url: str, info: ServerInfo) -> Check:
@@ -243,7 +287,7 @@ def version_tuple(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def rights_check(inspection: "Inspection") -> Check:
+def rights_check(inspection: "BlockingInspection") -> Check:
     """Whether the server allows all commands that a node needs."""
     refused = inspection.refused()
     if refused is None:
@@ -258,7 +302,7 @@ def rights_check(inspection: "Inspection") -> Check:
     return fail("store rights", f"the server refuses {names}: {refused.reason}", advice)
 
 
-def _latency_check(config: "BufferConfig", store: MetadataStore) -> Check:
+def _latency_check(config: "BufferConfig", store: BlockingStore) -> Check:
     seconds = statistics.median(store.ping() for _ in range(PINGS))
     found = f"{seconds * 1000:.2f} ms for one round trip"
     if seconds > config.store_timeout_seconds / 2:
@@ -323,7 +367,7 @@ def clock_check(ahead_seconds: float | None) -> Iterator[Check]:
         yield ok("store clock", found)
 
 
-def records_check(inspection: "Inspection") -> Check:
+def records_check(inspection: "BlockingInspection") -> Check:
     """Unreadable records: of another version, or written by hand. Each node reads a miss there."""
     examined = inspection.examine_records(RECORDS_MAX)
     found = f"examined: {examined.looked_at}"
@@ -339,7 +383,7 @@ def records_check(inspection: "Inspection") -> Check:
     )
 
 
-def nodes_check(inspection: "Inspection") -> Check:
+def nodes_check(inspection: "BlockingInspection") -> Check:
     """Foreign values under the nodes' keys.
 
     Such a value keeps a node from publishing its heartbeat or its endpoint.
@@ -352,7 +396,7 @@ def nodes_check(inspection: "Inspection") -> Check:
     return Check("nodes", verdict, f"foreign values: {named}", f"UNLINK it: {' '.join(foreign)}")
 
 
-def fleet_checks(store: MetadataStore, token: str | None) -> Iterator[Check]:
+def fleet_checks(store: BlockingStore, token: str | None) -> Iterator[Check]:
     """Checks of the nodes with a heartbeat. Reads heartbeats for 2 s at most."""
     monitor = HeartbeatMonitor(store)
     monitor.wait()

@@ -15,7 +15,14 @@ import click
 from lookup_buffer.cli.output import shown
 from lookup_buffer.errors import ConfigError, InvalidKey, LookupBufferError
 from lookup_buffer.inspection.access import CommandError, ExitCode
-from store import StoreCorrupt, StoreError, StoreRefused, StoreUnavailable, StoreUrlError
+from store import (
+    StoreCorrupt,
+    StoreError,
+    StoreNotBrowsable,
+    StoreRefused,
+    StoreUnavailable,
+    StoreUrlError,
+)
 
 
 class Commands(click.Group):
@@ -58,6 +65,8 @@ def _errors_as_one_line() -> Iterator[None]:
         _end(str(error), error.code)
     except (ConfigError, InvalidKey, StoreUrlError) as error:
         _end(str(error), ExitCode.USAGE)
+    except StoreNotBrowsable as error:
+        _end(f"{error}; docs/stores.md says which commands need what", ExitCode.USAGE)
     except StoreCorrupt as error:
         advice = "`lookup-buffer doctor` shows what the server lacks"
         if error.wrong_type:

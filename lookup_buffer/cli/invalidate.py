@@ -14,7 +14,7 @@ from lookup_buffer.cli.output import print_json, print_line
 from lookup_buffer.inspection.access import CommandError, ExitCode, opened_store
 from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
 from lookup_buffer.protocol.fields import is_fingerprint
-from store import MetadataStore
+from store import BlockingStore
 
 BEATS = 2
 """Heartbeats to wait for: a node that has sent so many since the mark was set has read the mark."""
@@ -38,7 +38,7 @@ def invalidate(
     first. The exit code is 1 if a node does not answer: it drops its items when it is back.
     """
     access = store_access(store_url, store_password_file, directory)
-    with opened_store(access) as store:
+    with opened_store(access, "invalidate") as store:
         space = _only_namespace(store, namespace)
         store.mark_invalid(space, time.time())
         count = store.clear(space)
@@ -58,7 +58,7 @@ def invalidate(
         raise click.exceptions.Exit(ExitCode.FOUND)
 
 
-def _only_namespace(store: MetadataStore, beginning: str) -> str:
+def _only_namespace(store: BlockingStore, beginning: str) -> str:
     """The namespace that begins with `beginning`: a described one, or any complete fingerprint.
 
     Raises:

@@ -27,7 +27,7 @@ from lookup_buffer.inspection.records import (
     to_json,
 )
 from lookup_buffer.protocol.fields import is_fingerprint
-from store import MetadataStore, Record
+from store import BlockingStore, Record
 
 PAGE_RECORDS = 500
 """Records examined together: half a page of a scan, a few milliseconds."""
@@ -70,7 +70,7 @@ class Page:
     hits: dict[tuple[str, str], int]
 
 
-def pages_of(store: MetadataStore, wanted: RecordFilter) -> Iterator[Page]:
+def pages_of(store: BlockingStore, wanted: RecordFilter) -> Iterator[Page]:
     """All records that pass the filter, in the order of the store's scan. No page is empty."""
     whole = wanted.namespace if is_fingerprint(wanted.namespace) else None
     seen: set[int] = set()  # hashes, since there may be millions
@@ -135,7 +135,7 @@ def ls(
         size_of("--smaller-than", smaller_than),
         min_hits,
     )
-    with opened_store(access) as store:
+    with opened_store(access, "ls") as store:
         listing = _Listing(store, wanted, limit)
         if json:
             print_json_list("records", listing.as_json(), lambda: {"truncated": listing.truncated})
@@ -146,7 +146,7 @@ def ls(
 class _Listing:
     """One run of the command. `truncated` is valid once all pages have been read."""
 
-    def __init__(self, store: MetadataStore, wanted: RecordFilter, limit: int) -> None:
+    def __init__(self, store: BlockingStore, wanted: RecordFilter, limit: int) -> None:
         self.truncated = False
         self._monitor = HeartbeatMonitor(store)
         self._checked: set[str] = set()

@@ -30,7 +30,7 @@ def nodes(
     Reads their heartbeats for 2 s at most.
     """
     access = store_access(store_url, store_password_file, directory)
-    with opened_store(access) as store:
+    with opened_store(access, "nodes", browsed=False) as store:
         monitor = HeartbeatMonitor(store)
         monitor.wait()
         infos = store.node_infos(sorted(monitor.last))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from lookup_buffer.access import StoreAccess
+from lookup_buffer.access import StoreAccess, override
 from lookup_buffer.environment import parse_bytes, read_secret
 from lookup_buffer.inspection.access import CommandError, ExitCode
 
@@ -75,12 +75,10 @@ def store_access(
         CommandError: the command line holds a password.
     """
     refuse_password("--store-url", store_url)
-    password = None
-    if store_password_file is not None:
-        password = read_secret(store_password_file, "the file of --store-password-file")
+    _check_secret("store_password_file", store_password_file)
     return StoreAccess.from_environment(
         store_url=store_url,
-        store_password=password,
+        store_password_file=store_password_file,
         directory=None if directory is None else directory.absolute(),
     )
 
@@ -90,8 +88,6 @@ def configure(
     config_file: Path | None = None,
     token_file: Path | None = None,
     http_token_file: Path | None = None,
-    store_password_file: Path | None = None,
-    store_sentinel_password_file: Path | None = None,
     **settings: Any,
 ) -> "BufferConfig":
     """The configuration. A value of None in `settings` means that the option was not given.
@@ -103,30 +99,33 @@ def configure(
     from lookup_buffer.config import BufferConfig
 
     refuse_password("--store-url", settings.get("store_url"))
-    for name, file in (
-        ("token", token_file),
-        ("http_token", http_token_file),
-        ("store_password", store_password_file),
-        ("store_sentinel_password", store_sentinel_password_file),
-    ):
+    for name, file in (("token", token_file), ("http_token", http_token_file)):
         if file is not None:
             option = f"--{name.replace('_', '-')}-file"
             settings[name] = read_secret(file, f"the file of {option}")
+    for name in ("store_password_file", "store_sentinel_password_file"):
+        _check_secret(name, settings.get(name))
     given = {name: value for name, value in settings.items() if value is not None}
-    merged = (_read_settings(config_file) if config_file is not None else {}) | given
+    merged = override(_read_settings(config_file) if config_file is not None else {}, given)
     for name in ("directory", "node_socket"):
         if merged.get(name):
             merged[name] = Path(merged[name]).absolute()  # used in URLs; a node runs in /
     return BufferConfig.from_environment(**merged)
 
 
+def _check_secret(setting: str, file: Path | None) -> None:
+    """Raise a ConfigError if the file, which an option names, has no secret."""
+    if file is not None:
+        read_secret(file, f"the file of --{setting.replace('_', '-')}")
+
+
 def refuse_password(option: str, url: str | None) -> None:
     """Raise a CommandError if `url`, from the command line, holds a password."""
     from store import StoreUrlError
-    from store.url import parse
+    from store.schemes import may_hold_password
 
     try:
-        exposed = url is not None and parse(url).password is not None
+        exposed = url is not None and may_hold_password(url)
     except StoreUrlError:
         return  # 'embedded', or no URL: the configuration reports it with the setting's name
     if exposed:

@@ -39,7 +39,17 @@ if TYPE_CHECKING:
 @store_url
 @store_password_file
 @store_sentinel_password_file
+@click.option(
+    "--store-credential-provider",
+    metavar="IMPORT_PATH",
+    help="package.module:attribute of a redis-py CredentialProvider.",
+)
 @click.option("--store-timeout-seconds", type=float, help="Bound on one call to the store.")
+@click.option(
+    "--store-opentelemetry/--no-store-opentelemetry",
+    default=None,
+    help="Export redis-py's OpenTelemetry metrics.",
+)
 @click.option(
     "--mirror/--no-mirror",
     default=None,
@@ -89,8 +99,6 @@ def serve(
     config: Path | None,
     token_file: Path | None,
     http_token_file: Path | None,
-    store_password_file: Path | None,
-    store_sentinel_password_file: Path | None,
     idle_exit_seconds: float | None,
     **options: Any,
 ) -> None:
@@ -102,8 +110,6 @@ def serve(
         config_file=config,
         token_file=token_file,
         http_token_file=http_token_file,
-        store_password_file=store_password_file,
-        store_sentinel_password_file=store_sentinel_password_file,
         **options,
         idle_exit_seconds=idle_exit_seconds,
     )

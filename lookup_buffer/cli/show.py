@@ -15,7 +15,6 @@ from lookup_buffer.inspection.access import (
     CommandError,
     ExitCode,
     opened_store,
-    traces_of,
 )
 from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
 from lookup_buffer.inspection.records import (
@@ -28,7 +27,7 @@ from lookup_buffer.inspection.records import (
     to_json,
 )
 from lookup_buffer.key import is_handoff
-from store import MetadataStore, Record
+from store import BlockingStore, Record
 from store.record import SAFE_NAME
 
 NAMED_WHEN_AMBIGUOUS = 5
@@ -53,7 +52,7 @@ def show(
     Shows each namespace that has the key, unless --namespace chooses one.
     """
     access = store_access(store_url, store_password_file, directory)
-    with opened_store(access) as store:
+    with opened_store(access, "show") as store:
         monitor = HeartbeatMonitor(store)
         described = store.namespaces()
         spaces = {
@@ -82,7 +81,7 @@ def show(
         raise CommandError(f"{_absence(key, gone)}; see `lookup-buffer why`", ExitCode.FOUND)
 
 
-def _find(store: MetadataStore, key: str, namespace: str, spaces: list[str]) -> list[Record]:
+def _find(store: BlockingStore, key: str, namespace: str, spaces: list[str]) -> list[Record]:
     """The records of `key`; without any, those of the only key that begins with it."""
     exact = [record for space in spaces for record in store.locate(space, [key]) if record]
     if exact:
@@ -91,7 +90,7 @@ def _find(store: MetadataStore, key: str, namespace: str, spaces: list[str]) -> 
     addresses = sorted(
         {
             address
-            for address in traces_of(store).find(key)
+            for address in store.traces().find(key)
             if address[0].startswith(namespace) and address[1].startswith(key)
         }
     )
@@ -110,7 +109,7 @@ def _find(store: MetadataStore, key: str, namespace: str, spaces: list[str]) -> 
     return [found[address] for address in sorted(found) if address[1] in keys]
 
 
-def _reasons(store: MetadataStore, key: str, spaces: list[str]) -> dict[str, str]:
+def _reasons(store: BlockingStore, key: str, spaces: list[str]) -> dict[str, str]:
     reasons = ((space, store.gone(space, key)) for space in spaces)
     return {space: reason for space, reason in reasons if reason is not None}
 

@@ -31,7 +31,7 @@ def stats(
 ) -> None:
     """Show hits, misses by reason, and bytes, of all nodes."""
     access = store_access(store_url, store_password_file, directory)
-    with opened_store(access) as store:
+    with opened_store(access, "stats") as store:
         counters = dict(sorted(store.stats().items()))
     totals: Counter[str] = Counter()
     for of_node in counters.values():

@@ -13,11 +13,11 @@ import click
 
 from lookup_buffer.cli.options import of_store, store_access
 from lookup_buffer.cli.output import print_json, print_line, print_table, shown
-from lookup_buffer.inspection.access import opened_store, traces_of
+from lookup_buffer.inspection.access import opened_store
 from lookup_buffer.inspection.history import Activity, Sample, take_sample
 from lookup_buffer.inspection.records import size_text
 from lookup_buffer.times import SILENT_SECONDS
-from store import MetadataStore, StoreUnavailable
+from store import BlockingStore, StoreUnavailable
 from store.record import SAFE_NAME
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def top(
     Live on a terminal until Ctrl-C. In a pipe, or with --json, one sample of 2 s.
     """
     access = store_access(store_url, store_password_file, directory)
-    with opened_store(access) as store:
+    with opened_store(access, "top") as store:
         if json or not sys.stdout.isatty():
             activity = _watch_once(store, max(interval, SILENT_SECONDS))
             if json:
@@ -71,14 +71,14 @@ def top(
             return
 
 
-def _watch_once(store: MetadataStore, seconds: float) -> Activity:
+def _watch_once(store: BlockingStore, seconds: float) -> Activity:
     spaces = _namespaces(store)
-    first = take_sample(store, traces_of(store), spaces, time.monotonic())
+    first = take_sample(store, store.traces(), spaces, time.monotonic())
     time.sleep(seconds)
-    return Activity(first, take_sample(store, traces_of(store), spaces, time.monotonic()))
+    return Activity(first, take_sample(store, store.traces(), spaces, time.monotonic()))
 
 
-def _watch(store: MetadataStore, interval: float) -> None:
+def _watch(store: BlockingStore, interval: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
@@ -90,7 +90,7 @@ def _watch(store: MetadataStore, interval: float) -> None:
             try:
                 if now >= scan_at:
                     spaces, scan_at = _namespaces(store), now + NAMESPACES_SECONDS
-                samples.append(take_sample(store, traces_of(store), spaces, now))
+                samples.append(take_sample(store, store.traces(), spaces, now))
             except StoreUnavailable as error:  # try again: the store may come back
                 samples.clear()
                 live.update(Text(shown(str(error))), refresh=True)
@@ -100,7 +100,7 @@ def _watch(store: MetadataStore, interval: float) -> None:
             time.sleep(interval)
 
 
-def _namespaces(store: MetadataStore) -> list[str]:
+def _namespaces(store: BlockingStore) -> list[str]:
     return sorted(name for name in store.namespaces() if SAFE_NAME.match(name))
 
 

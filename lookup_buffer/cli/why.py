@@ -37,7 +37,7 @@ def why(
     alive node.
     """
     access = store_access(store_url, store_password_file, directory)
-    with opened_store(access) as store:
+    with opened_store(access, "why") as store:
         history = history_of(store, key, namespace or "")
     findings = list(history.findings())
     found = any(one.code in PRESENT for one in findings)

@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lookup_buffer.errors import InvalidKey
-from lookup_buffer.inspection.access import CommandError, traces_of
+from lookup_buffer.inspection.access import CommandError
 from lookup_buffer.inspection.findings import IN_PROGRESS, PRESENT, Finding
 from lookup_buffer.inspection.history import Activity, Address, Sample, history_of, take_sample
 from lookup_buffer.node.counters import MISS_REASONS
 from lookup_buffer.node.liveness import Liveness
 from lookup_buffer.node.metrics import FAMILIES
 from lookup_buffer.times import DEAD_AFTER_SECONDS
-from store import MetadataStore, StoreError, StoreRefused, StoreUnavailable
+from store import BlockingStore, StoreError, StoreRefused, StoreUnavailable
 from store.record import SAFE_NAME
 
 RATE_SECONDS = 10
@@ -57,7 +57,7 @@ class PageUpdate:
 class FleetSampler:
     """Samples the fleet; keeps the samples of the last minute. Used by one thread."""
 
-    def __init__(self, store: MetadataStore, scanner: Executor) -> None:
+    def __init__(self, store: BlockingStore, scanner: Executor) -> None:
         self._store = store
         self._scanner = scanner
         self._samples: deque[Sample] = deque(maxlen=HOT_SECONDS + 1)
@@ -81,7 +81,7 @@ class FleetSampler:
         """
         self._scan_namespaces()
         began = time.monotonic()
-        sample = take_sample(self._store, traces_of(self._store), self._spaces, began)
+        sample = take_sample(self._store, self._store.traces(), self._spaces, began)
         ages = self._store.node_ages(sorted(sample.beats))
         read_seconds = time.monotonic() - began
         self._observe(sample, ages)
@@ -149,7 +149,7 @@ class FleetSampler:
     def _departed(self, sample: Sample) -> list[dict[str, Any]]:
         if not self._gone:
             return []
-        departures = traces_of(self._store).departures(sorted(self._gone))
+        departures = self._store.traces().departures(sorted(self._gone))
         return [
             {
                 "node": node,
@@ -213,7 +213,7 @@ class FleetSampler:
             self._scan_at += took_seconds / SCAN_SHARE
 
 
-def _namespaces(store: MetadataStore) -> tuple[list[str], float]:
+def _namespaces(store: BlockingStore) -> tuple[list[str], float]:
     began = time.monotonic()
     names = sorted(name for name in store.namespaces() if SAFE_NAME.match(name))
     return names, time.monotonic() - began
@@ -250,7 +250,7 @@ def _is_fresh(age_seconds: float | None) -> bool:
     return age_seconds is not None and age_seconds <= DEAD_AFTER_SECONDS
 
 
-def explain(store: MetadataStore, key: str, namespace: str) -> dict[str, Any]:
+def explain(store: BlockingStore, key: str, namespace: str) -> dict[str, Any]:
     """The findings of `key`, or the error under `problem`; never raises."""
     try:
         history = history_of(store, key, namespace)

@@ -20,7 +20,7 @@ from typing import Any
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.dashboard.fleet import FleetSampler, explain, store_error_text
 from lookup_buffer.inspection.access import CALL_SECONDS_MIN
-from store import MetadataStore, StoreError
+from store import BlockingStore, StoreError
 
 INTERVAL_SECONDS = 1.0
 """Time between two samples. Nodes write their heartbeats and counters once a second."""
@@ -34,7 +34,8 @@ def main() -> None:
     os.nice(NICENESS)
     access = BufferConfig.of(start["settings"]).store_access()
     output = LineWriter()
-    store = access.open(access.actual_url(), CALL_SECONDS_MIN)
+    name = f"{start['node']}:dashboard"
+    store = access.open(access.actual_url(), CALL_SECONDS_MIN, name=name)
     threading.Thread(target=answer_questions, args=(sys.stdin, store, output), daemon=True).start()
     try:
         observe(store, start["node"], output)
@@ -55,7 +56,7 @@ class LineWriter:
             sys.stdout.flush()
 
 
-def observe(store: MetadataStore, node: str, output: LineWriter) -> None:
+def observe(store: BlockingStore, node: str, output: LineWriter) -> None:
     """Take a sample each second; never returns. BrokenPipeError: the node has ended."""
     with ThreadPoolExecutor(1, "namespaces") as scanner:
         sampler = FleetSampler(store, scanner)
@@ -74,7 +75,7 @@ def observe(store: MetadataStore, node: str, output: LineWriter) -> None:
             time.sleep(due - now)
 
 
-def answer_questions(questions: Iterable[str], store: MetadataStore, output: LineWriter) -> None:
+def answer_questions(questions: Iterable[str], store: BlockingStore, output: LineWriter) -> None:
     """Answer questions until the input ends, as the node has ended; then end this process."""
     pool = ThreadPoolExecutor(QUESTIONS_AT_ONCE, "question")
 

@@ -8,14 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from lookup_buffer.access import EMBEDDED, StoreAccess, runtime_directory
-from store import MetadataStore, redact
-
-if TYPE_CHECKING:
-    from store.trace import Traces
+from store import BlockingStore, StoreNotBrowsable, redact
 
 CALL_SECONDS_MIN = 3.0
 """Least timeout of one store call in commands. A person waits longer than an engine, and the pages
@@ -43,11 +39,15 @@ class CommandError(Exception):
 
 
 @contextmanager
-def opened_store(access: StoreAccess) -> Iterator[MetadataStore]:
-    """The store as a context; it is closed at the end.
+def opened_store(
+    access: StoreAccess, command: str, *, browsed: bool = True
+) -> Iterator[BlockingStore]:
+    """The store as a context; it is closed at the end. `command` is part of the names of its
+    connections. `browsed`: as a BrowsableStore.
 
     Raises:
-        ConfigError: a TLS file that the URL names cannot be used.
+        StoreNotBrowsable: it is to be browsed, and has only what nodes need.
+        ConfigError: a TLS option of the URL, or the credential provider, cannot be used.
         CommandError: the store is the embedded server, and it does not run or its directory
             cannot be used.
     """
@@ -64,7 +64,10 @@ def opened_store(access: StoreAccess) -> Iterator[MetadataStore]:
             "`lookup-buffer serve`, or name a server by --store-url or LOOKUP_BUFFER_STORE_URL",
             ExitCode.UNREACHABLE,
         )
-    with access.open(url, max(access.timeout_seconds, CALL_SECONDS_MIN)) as store:
+    seconds = max(access.timeout_seconds, CALL_SECONDS_MIN)
+    with access.open(url, seconds, name=command) as store:
+        if browsed and not store.browsable:
+            raise StoreNotBrowsable(store.store)
         yield store
 
 
@@ -87,11 +90,3 @@ def is_listening(path: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-def traces_of(store: MetadataStore) -> "Traces":
-    """The reader of traces of single keys. Only a store on a server has one."""
-    from store.redis_store import RedisStore  # slow to import; imported by now
-
-    assert isinstance(store, RedisStore)  # a node can be configured with no other
-    return store.traces()

@@ -23,7 +23,7 @@ from lookup_buffer.times import HANDOFF_GONE_SECONDS
 from store import GONE_SECONDS, ClaimState, GoneReason, Location
 
 if TYPE_CHECKING:
-    from store.trace import Claim, Departure, Gone, Trace
+    from store.answers import Claim, Departure, Gone, Trace
 
 
 class Code(StrEnum):

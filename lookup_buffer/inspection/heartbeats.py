@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 from lookup_buffer.times import SILENT_SECONDS
-from store import Beat, MetadataStore
+from store import Beat, BlockingStore
 
 POLL_SECONDS = 0.1
 
@@ -26,7 +26,7 @@ class HeartbeatMonitor:
 
     def __init__(
         self,
-        store: MetadataStore,
+        store: BlockingStore,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from lookup_buffer.inspection.access import CommandError, ExitCode, traces_of
+from lookup_buffer.inspection.access import CommandError, ExitCode
 from lookup_buffer.inspection.findings import (
     Code,
     Finding,
@@ -29,11 +29,12 @@ from lookup_buffer.inspection.findings import (
 from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
 from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 from lookup_buffer.protocol.fields import is_fingerprint
-from store import Beat, MetadataStore, NodeInfo
+from store import Beat, BlockingStore, NodeInfo
 from store.record import SAFE_NAME
 
 if TYPE_CHECKING:
-    from store.trace import Trace, Traces
+    from store.answers import Trace
+    from store.blocking import BlockingTraces
 
 Address = tuple[str, str]
 """(namespace, key)."""
@@ -100,7 +101,7 @@ class History:
         )  # fmt: skip
 
 
-def history_of(store: MetadataStore, key: str, namespace: str) -> History:
+def history_of(store: BlockingStore, key: str, namespace: str) -> History:
     """What is known of `key`, or of the only key that contains it, in all namespaces.
 
     `namespace`: the prefix of the requested namespaces; "" is all.
@@ -114,7 +115,7 @@ def history_of(store: MetadataStore, key: str, namespace: str) -> History:
         TensorKey.parse(key)  # raises, with the reason
     monitor = HeartbeatMonitor(store)
     described = {name: parts for name, parts in store.namespaces().items() if SAFE_NAME.match(name)}
-    reader = traces_of(store)
+    reader = store.traces()
     spaces = sorted({*described, *([namespace] if is_fingerprint(namespace) else [])})
     traces = [trace for trace in reader.of([(s, key) for s in spaces]) if not trace.is_empty]
     if not traces:
@@ -126,7 +127,7 @@ def history_of(store: MetadataStore, key: str, namespace: str) -> History:
     return History(traces[0].key if traces else key, namespace, described, by_space, fleet)
 
 
-def _search(reader: "Traces", part: str, namespace: str) -> list["Trace"]:
+def _search(reader: "BlockingTraces", part: str, namespace: str) -> list["Trace"]:
     """All traces of the one key that contains `part`.
 
     A key in the requested namespaces goes before keys in other namespaces.
@@ -211,7 +212,7 @@ class Activity:
 
 
 def take_sample(
-    store: MetadataStore, reader: "Traces", namespaces: list[str], now: float
+    store: BlockingStore, reader: "BlockingTraces", namespaces: list[str], now: float
 ) -> Sample:
     """Read a sample; `now` is the monotonic clock in seconds.
 

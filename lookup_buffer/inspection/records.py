@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
-from store import Location, MetadataStore, Record
+from store import BlockingStore, Location, Record
 
 _AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 _HITS_PER_REQUEST = 1000
 
 
-def hits_of(store: MetadataStore, records: Sequence[Record]) -> dict[tuple[str, str], int]:
+def hits_of(store: BlockingStore, records: Sequence[Record]) -> dict[tuple[str, str], int]:
     """Hits by (namespace, key), read in requests of at most _HITS_PER_REQUEST keys."""
     by_namespace: dict[str, list[str]] = {}
     for record in records:

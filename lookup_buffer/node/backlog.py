@@ -3,8 +3,9 @@
 An address is in it once, however often it changed: the publisher writes what the arena holds at
 that moment. Hand-offs that became available come first, since their producers and perhaps their
 takers wait; then other new changes. Rewrites (a walk of the inventory, a store that lost its data)
-come last and at a bounded rate. `registrar` adds from any thread; `publisher` takes on
-`lb-registrar`.
+come last and at a bounded rate. Changes whose server of a cluster was not reached are held apart
+until `retry`, so that they do not delay the others. `registrar` adds from any thread; `publisher`
+takes on `lb-registrar`.
 """
 
 import threading
@@ -54,6 +55,8 @@ class Backlog:
         """Hand-offs that appeared: bounded by the arena."""
         self._fresh: dict[QualifiedKey, Change] = {}
         self._again: dict[QualifiedKey, Change] = {}
+        self._held: dict[QualifiedKey, Change] = {}
+        """Not due before `retry`."""
         self._recent: dict[QualifiedKey, tuple[float, Change]] = {}
 
     def add(self, change: Change) -> None:
@@ -95,13 +98,27 @@ class Backlog:
         """
         with self._lock:
             for change in changes:
-                if change.paced:
-                    self._add_again(change)
-                    continue
-                newer = self._pop(change.address)
-                self._add(change)
-                if newer is not None:
-                    self._add(newer)
+                self._put_back(change)
+
+    def hold(self, changes: Iterable[Change]) -> None:
+        """As `put_back`, for changes that are not due before `retry`."""
+        with self._lock:
+            for change in changes:
+                if change.address in self._urgent or change.address in self._fresh:
+                    self._put_back(change)
+                else:
+                    self._held.setdefault(change.address, change)
+            while len(self._held) > FRESH_MAX:
+                del self._held[next(iter(self._held))]
+
+    def retry(self, most: int = FRESH_MAX) -> int:
+        """Make up to `most` of the held changes due, those first that were held longest; returns
+        how many."""
+        with self._lock:
+            changes = _pop_first(self._held, min(most, len(self._held)))
+            for change in changes:
+                self._put_back(change)
+        return len(changes)
 
     def wait_seconds(self) -> float | None:
         """Seconds until `take` returns enough for a round trip; None if the set is empty."""
@@ -112,7 +129,16 @@ class Backlog:
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._urgent) + len(self._fresh) + len(self._again)
+            return len(self._urgent) + len(self._fresh) + len(self._again) + len(self._held)
+
+    def _put_back(self, change: Change) -> None:
+        if change.paced:
+            self._add_again(change)
+            return
+        newer = self._pop(change.address)
+        self._add(change)
+        if newer is not None:
+            self._add(newer)
 
     def _add(self, change: Change) -> None:
         self._again.pop(change.address, None)
@@ -127,10 +153,12 @@ class Backlog:
             del self._fresh[next(iter(self._fresh))]
 
     def _pop(self, address: QualifiedKey) -> Change | None:
-        return self._urgent.pop(address, None) or self._fresh.pop(address, None)
+        queues = (self._urgent, self._fresh, self._held)
+        found = [queue.pop(address) for queue in queues if address in queue]
+        return found[0] if found else None
 
     def _add_again(self, change: Change) -> None:
-        if change.address not in self._urgent and change.address not in self._fresh:
+        if not any(change.address in queue for queue in (self._urgent, self._fresh, self._held)):
             self._again.setdefault(change.address, change)
 
     def _forget_old(self) -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.liveness import Liveness
 from lookup_buffer.times import DEAD_AFTER_SECONDS, LONG_DEAD_SECONDS, STALL_SECONDS
-from store import Location, MetadataStore, NodeInfo, Record, StoreError, StoreUnavailable
+from store import BlockingStore, Location, NodeInfo, Record, StoreError, StoreUnavailable
 
 REFRESH_SECONDS_MIN = 0.05
 """Unknown nodes in records cause at most one refresh in this time."""
@@ -50,7 +50,7 @@ class Directory:
         self._lost_at = -DEAD_AFTER_SECONDS
         self._ticked_at = clock()
 
-    def refresh(self, store: MetadataStore) -> None:
+    def refresh(self, store: BlockingStore) -> None:
         """Read all beats, and the description of every boot that is new.
 
         Raises:
@@ -60,7 +60,7 @@ class Directory:
             self._refresh(store)
         self.tick()
 
-    def _refresh(self, store: MetadataStore) -> None:
+    def _refresh(self, store: BlockingStore) -> None:
         asked_at = self._clock()
         beats = store.beats()
         with self._lock:
@@ -112,7 +112,7 @@ class Directory:
         with self._lock:
             self._lost_at = self._clock()
 
-    def meet(self, store: MetadataStore, records: Iterable[Record | None]) -> None:
+    def meet(self, store: BlockingStore, records: Iterable[Record | None]) -> None:
         """Refresh if one of the records names an unknown node.
 
         If the store does not answer, that node counts as dead until the next refresh.

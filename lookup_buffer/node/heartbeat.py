@@ -13,7 +13,7 @@ from enum import Enum
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.times import BEAT_SECONDS, WATCH_SECONDS
-from store import Beat, MetadataStore, NodeTaken, StoreError
+from store import Beat, BlockingStore, NodeTaken, StoreError
 
 WATCH_AGAIN_SECONDS = 0.25
 
@@ -38,7 +38,7 @@ class Heartbeat:
     _other: Beat | None = None
     _watched_since: float = 0.0
 
-    def beat(self, store: MetadataStore) -> Pulse:
+    def beat(self, store: BlockingStore) -> Pulse:
         """Write a beat.
 
         Raises:
@@ -59,14 +59,14 @@ class Heartbeat:
         """Seconds until the next beat."""
         return WATCH_AGAIN_SECONDS if self._other else BEAT_SECONDS
 
-    def _beat(self, store: MetadataStore, replacing: Beat | None = None) -> Pulse:
+    def _beat(self, store: BlockingStore, replacing: Beat | None = None) -> Pulse:
         self._sequence += 1
         identity = self.identity
         known = store.beat(identity.node, identity.boot, self._sequence, replacing=replacing)
         self.established, self._other = True, None
         return Pulse.KNOWN if known else Pulse.NEW
 
-    def _watch(self, found: Beat, store: MetadataStore) -> Pulse:
+    def _watch(self, found: Beat, store: BlockingStore) -> Pulse:
         now = self.clock()
         if self._other is None or self._other.boot != found.boot:
             self._other, self._watched_since = found, now
@@ -83,14 +83,14 @@ class Heartbeat:
                 return self._watch(taken.beat, store)
         return Pulse.WATCHING
 
-    def _replaced(self, found: Beat, store: MetadataStore) -> ConfigError:
+    def _replaced(self, found: Beat, store: BlockingStore) -> ConfigError:
         return ConfigError(
             f"setting 'node_id' is {self.identity.node!r}, and {self._named(found, store)} took "
             f"this id over while this node (boot {self.identity.boot}) did not beat, so this node "
             "ends; allowed: a different id for each node"
         )
 
-    def _named(self, found: Beat, store: MetadataStore) -> str:
+    def _named(self, found: Beat, store: BlockingStore) -> str:
         try:
             info = store.node_infos([self.identity.node]).get(self.identity.node)
         except StoreError:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lookup_buffer.node.shelf import Shelf
-from store import GoneReason, MetadataStore
+from store import BlockingStore, GoneReason
 
 LATE_SECONDS = 10.0
 """Every node with access to the store reads the list within two seconds."""
@@ -33,7 +33,7 @@ class Invalidations:
     def __post_init__(self) -> None:
         self._started_at = self.wall_clock()
 
-    def apply(self, store: MetadataStore) -> None:
+    def apply(self, store: BlockingStore) -> None:
         """Read the list and remove what it names.
 
         Raises:

@@ -22,9 +22,7 @@ from lookup_buffer.shm.index import RemoteIndex
 from store import Found, Record
 
 if TYPE_CHECKING:
-    from store.entries import Entry
-    from store.mirror import Mirror
-    from store.mirror_claims import MirrorClaims
+    from store.base import Entry, Mirror, MirrorClaims
 
 OPEN_AGAIN_SECONDS = 1.0
 
@@ -120,7 +118,7 @@ class MirrorLocator(Locator):
     def close(self) -> None:
         self._closed = True
         if self._mirror is not None:
-            self._mirror.close()
+            self.storage.close_mirror(self._mirror)
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     # -- the mirror
@@ -136,7 +134,9 @@ class MirrorLocator(Locator):
             return
         waiting, self._waiting = self._waiting, []
         if opened.exception() is None:
-            mirror, self.claims = self.storage.mirror(self.loop, self._thread, self._forgotten)
+            opened_mirror = self.storage.mirror(self._forgotten)
+            assert opened_mirror is not None
+            mirror, self.claims = opened_mirror
             self._mirror = mirror
             for asked in waiting:
                 if isinstance(asked, _Question):

@@ -38,10 +38,10 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
                      ├─► exposition ─► vitals       /metrics and /healthz
                      └─► http_dashboard ─► observer ─► the dashboard's own process ─► store
 
-`lb-locate` looks up records if there is no mirror (`asking`). With a mirror (`mirroring`) it only
-opens the store, connects, and reads the membership for unknown nodes. `lb-claim` serves claims
-without a mirror, and while the mirror is not connected. `lb-populate` (in `shm/memory.py`) faults
-the arena in and ends.
+`lb-locate` looks up records if there is no mirror (`asking`): by the setting, or if the store has
+none. With a mirror (`mirroring`) it only opens the store, connects, and reads the membership for
+unknown nodes. `lb-claim` serves claims without a mirror, and while the mirror is not connected.
+`lb-populate` (in `shm/memory.py`) faults the arena in and ends.
 """
 
 import asyncio
@@ -53,6 +53,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
@@ -96,7 +97,10 @@ from lookup_buffer.node.vitals import Vitals
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.shm.index import RemoteIndex
 from lookup_buffer.times import DEATH_CHECK_SECONDS
-from store import GoneReason
+from store import GoneReason, StoreError
+
+if TYPE_CHECKING:
+    from store.telemetry import Telemetry
 
 SWITCH_SECONDS = 0.0005
 """How long another Python thread may keep the GIL from the loop; a tenth of CPython's default."""
@@ -112,13 +116,14 @@ Kubernetes). Its parts stop within 12 s and the store's timeout; one that does n
 then the stack of each thread goes to stderr, with exit code 1."""
 FIRST_BYTES = 64 << 20
 """Faulted in before the node reports ready; the rest follows in the background."""
+_log = logging.getLogger(__name__)
 
 
 class Node:
     """One node. `run` blocks the main thread until SIGTERM, SIGINT, `stop` or idleness."""
 
     def __init__(self, config: BufferConfig, *, ends_when_idle: bool) -> None:
-        """Raises ConfigError if a configured address or file cannot be used."""
+        """Raises ConfigError if a configured address, file, package or provider cannot be used."""
         config.store_access().check_files()
         self._config = config
         self._ends_when_idle = ends_when_idle
@@ -138,10 +143,14 @@ class Node:
         self._holdings = Holdings(self._loop)
         self._identity = self._listen_to_peers()
         self._http = self._listen_to_observers()
-        self._storage = Storage(config)
+        self._storage = Storage(config, self._loop, self._identity.node)
+        self._telemetry = self._make_telemetry() if config.store_opentelemetry else None
         self._directory = directory = Directory(self._identity.node)
         self._remote_index = RemoteIndex()
-        self._locator, self._arbiter = self._ways_to_the_store(config.mirror, directory)
+        self._lacks_mirror = not self._storage.has_mirror()
+        self._locator, self._arbiter = self._ways_to_the_store(
+            config.mirror and not self._lacks_mirror, directory
+        )
         self._fetcher = Fetcher(self._shelf, self._counters, token)
         self._registrar = Registrar(
             self._storage,
@@ -243,6 +252,8 @@ class Node:
             ConfigError: the node's id belongs to another node; this node's items are lost.
         """
         logging.basicConfig(format=LOG_FORMAT, level=self._config.log_level.upper())
+        if self._config.mirror and self._lacks_mirror:
+            _log.info("this store has no mirror: it is called for each look-up")
         sys.setswitchinterval(SWITCH_SECONDS)
         gc.set_threshold(*GARBAGE_THRESHOLDS)
         first = min(FIRST_BYTES, self._config.capacity_bytes)
@@ -253,6 +264,8 @@ class Node:
         self._peers.start(self._identity.boot)
         self._locator.start()
         self._registrar.start()
+        if self._telemetry is not None:
+            self._telemetry.start()
         self._shelf.arena.populate_in_background(skip_bytes=first)
         if self._http is not None:
             self._http.start(pages_of(self._vitals, self._config))
@@ -327,19 +340,31 @@ class Node:
             ) from error
         return http
 
+    def _make_telemetry(self) -> "Telemetry":
+        from store.telemetry import Telemetry  # imports redis-py
+
+        try:
+            return Telemetry(self._identity.node)
+        except StoreError as error:
+            raise ConfigError(f"setting 'store_opentelemetry' is true, and {error}") from error
+
     def _close(self) -> None:
-        if self._http is not None:
-            self._http.close()
         self._control.close()
-        self._peers.close()
         self._askers.close()
         self._owners.close()
+        # From here on the threads that call the store may drive the loop.
+        self._storage.loop_stopped()
+        if self._http is not None:
+            self._http.close()
+        self._peers.close()
         self._fetcher.close()
         self._intake.close()
         self._claims.close()
         self._registrar.close()
         self._locator.close()
         self._storage.close()
+        if self._telemetry is not None:
+            self._telemetry.close()
         self._loop.close()
         self._shelf.close()
         self._remote_index.close()

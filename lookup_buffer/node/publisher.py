@@ -5,7 +5,8 @@ It writes what the arena holds at that moment, so the newest state always wins. 
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lookup_buffer.key import QualifiedKey, is_handoff
@@ -18,10 +19,10 @@ from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.times import HANDOFF_GONE_SECONDS
 from store import (
     GONE_SECONDS,
+    BlockingStore,
     DeviceLocation,
     GoneReason,
     Location,
-    MetadataStore,
     Publication,
     Publishing,
     Record,
@@ -52,50 +53,51 @@ class Publisher:
     device_of: Callable[[Item, str], DeviceLocation | None] = lambda _item, _node: None
     """The device location beside a copy; may be called on any thread."""
 
-    def write(self, store: MetadataStore, *, until: float) -> None:
+    def write(self, store: BlockingStore, *, until: float) -> int:
         """Write what is due: at least one batch, and further ones until the next beat.
 
-        Raises:
-            StoreError: the store, or a server of its cluster, was not reached. What could be
-                written was; the rest is back in the dirty set.
-        """
-        unreached: list[Change] = []
-        try:
-            while changes := self.backlog.take():
-                try:
-                    unreached += self._write(store, changes)
-                except StoreError:
-                    unreached += changes
-                    raise
-                if self.clock() >= until:
-                    break
-        finally:
-            self.backlog.put_back(unreached)
-        if unreached:
-            raise StoreUnavailable(
-                f"a server of the cluster was not reached; {len(unreached)} writes are queued"
-            )
+        Returns how many changes are held until `Backlog.retry`, as their server of a cluster was
+        not reached.
 
-    def withdraw_void(self, store: MetadataStore) -> None:
+        Raises:
+            StoreError: the store was not reached. What was not written is back in the dirty set.
+        """
+        held = 0
+        while changes := self.backlog.take():
+            try:
+                unreached = self._write(store, changes)
+            except StoreError:
+                self.backlog.put_back(changes)
+                raise
+            self.backlog.hold(unreached)
+            held += len(unreached)
+            if self.clock() >= until:
+                break
+        return held
+
+    def withdraw_void(self, store: BlockingStore) -> None:
         """Withdraw some of the locations of dead nodes that readers found."""
         void = self.directory.take_void(VOID_MAX)
         if void:
             store.withdraw_many([_void(*address, location) for address, location in void])
 
-    def _write(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
+    def _write(self, store: BlockingStore, changes: Sequence[Change]) -> list[Change]:
         """Write one batch; returns the changes whose server was not reached."""
         here = [(change, self.shelf.published(change.address)) for change in changes]
         gone = [change for change, item in here if item is None]
         publishings = {
             change: self._publishing(item, change) for change, item in here if item is not None
         }
-        void = [_void(*c.address, location) for c in publishings for location in c.void]
-        if void:
-            store.withdraw_many(void)
-        unreached = self._withdraw(store, gone) if gone else []
-        return unreached + (self._publish(store, publishings) if publishings else [])
+        unreached: list[Change] = []
+        if gone:
+            with _shard(store, gone, unreached):
+                unreached += self._withdraw(store, gone)
+        if publishings:
+            with _shard(store, publishings, unreached):
+                unreached += self._publish(store, publishings)
+        return unreached
 
-    def _withdraw(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
+    def _withdraw(self, store: BlockingStore, changes: Sequence[Change]) -> list[Change]:
         node = self.identity.node
         outcomes = store.withdraw_many(
             [
@@ -115,8 +117,11 @@ class Publisher:
         return unreached + self._release(store, [c for c in changes if c not in unreached])
 
     def _publish(
-        self, store: MetadataStore, publishings: Mapping[Change, Publishing]
+        self, store: BlockingStore, publishings: Mapping[Change, Publishing]
     ) -> list[Change]:
+        void = [_void(*c.address, location) for c in publishings for location in c.void]
+        if void:
+            store.withdraw_many(void)
         full, unreached, unpublished, reports = [], [], [], []
         outcomes = store.publish_many(list(publishings.values()))
         for (change, publishing), outcome in zip(publishings.items(), outcomes, strict=True):
@@ -141,7 +146,7 @@ class Publisher:
             self.report(reports)
         return unreached + self._release(store, unpublished)
 
-    def _release(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
+    def _release(self, store: BlockingStore, changes: Sequence[Change]) -> list[Change]:
         """Nothing is published for these: release their claims, so that no engine waits for
         them. Returns as `_write`."""
         claimed = [
@@ -154,7 +159,7 @@ class Publisher:
         outcomes = store.release_many([releasing for _, releasing in claimed])
         return [c for (c, _), released in zip(claimed, outcomes, strict=True) if released is None]
 
-    def _make_room(self, store: MetadataStore, publishings: Sequence[Publishing]) -> None:
+    def _make_room(self, store: BlockingStore, publishings: Sequence[Publishing]) -> None:
         """If dead nodes fill a record's list of locations, replace one by this node."""
         dead: list[Withdrawing] = []
         again = []
@@ -198,6 +203,20 @@ class Publisher:
             return self.record_ttl_seconds
         # At most the time between renewals, so that the record of a dead holder expires.
         return min(self.record_ttl_seconds, max(remaining, 0.001))
+
+
+@contextmanager
+def _shard(
+    store: BlockingStore, changes: Collection[Change], unreached: list[Change]
+) -> Iterator[None]:
+    """Add all of `changes` to `unreached` if none was written and they have servers of a cluster:
+    others may be reached. The beat fails if none is."""
+    try:
+        yield
+    except StoreUnavailable:
+        if not all(store.place_of(*change.address) for change in changes):
+            raise
+        unreached += changes
 
 
 def _gone_seconds(address: QualifiedKey) -> int:

@@ -17,7 +17,7 @@ from functools import partial
 
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.backlog import AGAIN_PER_SECOND_MAX, Backlog, Change
+from lookup_buffer.node.backlog import AGAIN_PER_SECOND_MAX, BATCH, Backlog, Change
 from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.node.directory import Directory
@@ -32,13 +32,14 @@ from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.troubles import Troubles
 from store import (
+    BlockingStore,
     DeviceLocation,
     Failure,
     Location,
-    MetadataStore,
     PoolEndpoint,
     StoreCorrupt,
     StoreError,
+    StoreUnavailable,
 )
 
 AGAIN_PER_SECOND_FLEET = 20_000.0
@@ -74,7 +75,7 @@ class Registrar:
     """The number of claims of this node's engines; called on `lb-registrar`."""
     endpoints: Callable[[], tuple[PoolEndpoint, ...]] = tuple
     """The device pools from which other nodes may receive; called on `lb-registrar`."""
-    look_for_pools: Callable[[MetadataStore], None] = lambda _: None
+    look_for_pools: Callable[[BlockingStore], None] = lambda _: None
     """Called with each beat; see `Sightings.look`."""
     store_up: bool = False
     """Whether the last attempt succeeded."""
@@ -179,12 +180,13 @@ class Registrar:
                     breaker.succeeded()
             except StoreError as error:
                 self._failed()
-                self._troubles.log(
-                    f"node {self.identity.node} failed to write to the store; retried, and other "
-                    "nodes do not find new items until it succeeds",
-                    error,
-                )
-                self._revive()
+                if not self._closing.is_set():
+                    self._troubles.log(
+                        f"node {self.identity.node} failed to write to the store; retried, and "
+                        "other nodes do not find new items until it succeeds",
+                        error,
+                    )
+                    self._revive()
             except ConfigError as error:
                 self.give_up(error)
                 return  # without `_leave`: the beat in the store belongs to another node
@@ -193,16 +195,23 @@ class Registrar:
                 self._troubles.log_bug("the metadata writer failed and continues", error)
         self._leave()
 
-    def _take_turn(self, store: MetadataStore) -> None:
+    def _take_turn(self, store: BlockingStore) -> None:
+        retried = 0
         if self.clock() >= self._beat_at:
             began = self.clock()
             self._beat(store, began)
             self._beat_at = began + self._heartbeat.pause_seconds()
+            retried = self._backlog.retry(BATCH)
         if self._heartbeat.established:
             for namespace in list(self._undescribed):
                 trouble = f"the description of namespace {namespace} was not written; retried"
                 self._errands.run(trouble, partial(self._describe, store, namespace))
-            self._publisher.write(store, until=self._beat_at)
+            held = self._publisher.write(store, until=self._beat_at)
+            if held:
+                error = StoreUnavailable("a server of the cluster was not reached")
+                self._troubles.log("some items were not published; retried with each beat", error)
+            elif retried:
+                self._backlog.retry()
 
     def _failed(self) -> None:
         self.store_up, self.failing = False, True
@@ -227,7 +236,7 @@ class Registrar:
             wake.wait(seconds)
         self._wake.clear()
 
-    def _beat(self, store: MetadataStore, began: float) -> None:
+    def _beat(self, store: BlockingStore, began: float) -> None:
         self.shelf.remove_expired()
         was_established = self._heartbeat.established
         pulse = self._heartbeat.beat(store)
@@ -258,11 +267,11 @@ class Registrar:
         due = began + self._heartbeat.pause_seconds()
         self._errands.run_until(due, [(trouble, partial(do, store)) for trouble, do in errands])
 
-    def _describe_node(self, store: MetadataStore) -> None:
+    def _describe_node(self, store: BlockingStore) -> None:
         gauges, claims = self.shelf.gauges(), self.count_claims()
         store.describe_node(self.identity.info(gauges, claims, self.endpoints()))
 
-    def _remove_expired(self, store: MetadataStore) -> None:
+    def _remove_expired(self, store: BlockingStore) -> None:
         for node, boot in self.directory.expired()[:EXPIRED_MAX]:
             store.leave(node, boot, reason="died")
 
@@ -277,7 +286,7 @@ class Registrar:
         needed = len(addresses) / (self.record_ttl_seconds / 3)
         self._backlog.repeat(addresses, max(needed, min(share, AGAIN_PER_SECOND_MAX)))
 
-    def _repeat_after_failover(self, store: MetadataStore) -> None:
+    def _repeat_after_failover(self, store: BlockingStore) -> None:
         """Write recent changes again at once, since a replica lags; then all, since a server may
         have returned empty."""
         failovers = store.failovers()
@@ -289,7 +298,7 @@ class Registrar:
             self._walk_due = False
             self._repeat_all()
 
-    def _describe(self, store: MetadataStore, fingerprint: str) -> None:
+    def _describe(self, store: BlockingStore, fingerprint: str) -> None:
         parts = self._namespaces[fingerprint]
         try:
             store.describe_namespace(fingerprint, parts)
@@ -299,13 +308,13 @@ class Registrar:
             if self._namespaces[fingerprint] is parts:  # else a newer description is due
                 self._undescribed.discard(fingerprint)
 
-    def _note_failures(self, store: MetadataStore) -> None:
+    def _note_failures(self, store: BlockingStore) -> None:
         failed = self.failed_fetches.take()
         if failed:
             me = self.identity.node
             store.note_failures([Failure(*at, *why, me) for at, why in failed.items()])
 
-    def _flush(self, store: MetadataStore) -> None:
+    def _flush(self, store: BlockingStore) -> None:
         counters, hits = self.counters.take_unflushed()
         by_namespace: dict[str, dict[str, int]] = {}
         for (namespace, key), count in hits.items():

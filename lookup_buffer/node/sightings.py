@@ -15,7 +15,7 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.pools import Pools
 from lookup_buffer.protocol.messages import SeenPool
-from store import MetadataStore, NodeInfo
+from store import BlockingStore, NodeInfo
 
 NODES_A_BEAT: Final = 16
 """Descriptions read with one beat: bounds the load of a large fleet on the store."""
@@ -36,7 +36,7 @@ class Sightings:
     _found: dict[Boot, tuple[SeenPool, ...]] = field(default_factory=dict)
     _seen: dict[str, SeenPool] = field(default_factory=dict)
 
-    def look(self, store: MetadataStore) -> None:
+    def look(self, store: BlockingStore) -> None:
         """Read some descriptions, and send the changes to the readers' processes.
 
         Raises:
@@ -53,7 +53,7 @@ class Sightings:
         self._seen = dict([*seen.items(), *found.items()][:SEEN_MAX])
         call_from_thread(self.loop, self.pools.tell_readers, self._seen)
 
-    def _read(self, store: MetadataStore, others: set[Boot]) -> None:
+    def _read(self, store: BlockingStore, others: set[Boot]) -> None:
         if not self._turn:  # a random order, so that not all nodes begin with the same ones
             self._turn = random.sample(sorted(others), len(others))
         due, self._turn = self._turn[-NODES_A_BEAT:], self._turn[:-NODES_A_BEAT]

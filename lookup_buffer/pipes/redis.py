@@ -25,14 +25,13 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
+from lookup_buffer.pipes.redis_dial import NotListening, dial
 from lookup_buffer.pipes.redis_link import CHECK_SECONDS, RedisLink, Session
 from lookup_buffer.pipes.resp import Resp3Connection
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS, Acceptor
 from lookup_buffer.protocol.auth import HELLO_BYTES, client_handshake, server_handshake
 from store import StoreUnavailable, StoreUrlError, redact
-from store.connection import Lost
-from store.dialling import dial
 from store.url import parse
 
 TRY_AGAIN_SECONDS: Final = 0.05
@@ -88,16 +87,19 @@ class _Address:
     def session(self, session: str) -> Session:
         return Session(f"{PREFIX}{self.name}:{session}")
 
-    def connect(self, deadline: float) -> Resp3Connection:
-        """Connect to the server; retries until `deadline`, a monotonic time.
+    def connect(self, deadline: float, purpose: str) -> Resp3Connection:
+        """Connect to the server; retries until `deadline`, a monotonic time. `purpose` is part of
+        the connection's name in CLIENT LIST.
 
         Raises:
             PipeBroken: the server cannot be reached, or refuses the connection.
         """
+        name = f"pipe:{self.name}:{purpose}"
         while True:
+            seconds = max((deadline - time.monotonic()) / 2, 0.01)
             try:
-                return Resp3Connection(dial(self.url, max((deadline - time.monotonic()) / 2, 0.01)))
-            except Lost as error:
+                return Resp3Connection(dial(self.url, seconds, name=name))
+            except NotListening as error:
                 if time.monotonic() + TRY_AGAIN_SECONDS > deadline:
                     raise PipeBroken(str(error)) from error
                 time.sleep(TRY_AGAIN_SECONDS)
@@ -109,10 +111,10 @@ class _Address:
     ) -> RedisLink:
         """A link for a session. Before the handshake it accepts only small frames."""
         names = self.session(session)
-        reader = self.connect(deadline)
+        reader = self.connect(deadline, "reader")
         try:
             reader.subscribe(names.list_to(listens), deadline)
-            writer = self.connect(deadline)
+            writer = self.connect(deadline, "writer")
         except BaseException:
             reader.close()
             raise
@@ -129,7 +131,7 @@ class _ListeningPipe(StreamPipe):
         self._address = address
         self._token = token
         self._acceptor = Acceptor()
-        self._connection = address.connect(deadline)
+        self._connection = address.connect(deadline, "listener")
         self._stopping = False
         try:
             self._connection.subscribe(address.listener_channel, deadline)
@@ -198,7 +200,7 @@ def open_end(
     if listen:
         return _ListeningPipe(address, token, limits, deadline)
     session = secrets.token_hex(16)
-    connection = address.connect(deadline)
+    connection = address.connect(deadline, "dialler")
     try:
         _wait_for_listener(address, connection, deadline)
         link = address.link(session, deadline, limits.silence_seconds, listens=False)

@@ -77,8 +77,12 @@ if outcome ~= 'full' then
     if device == '' and there ~= '' then redis.call('HDEL', record, on) end
     if device ~= '' and there ~= device then redis.call('HSET', record, on, device) end
   end
-  -- A location with little time left must not shorten the life of the others.
-  if redis.call('PTTL', record) < ttl then redis.call('PEXPIRE', record, ttl) end
+  -- A location with little time left must not shorten the life of the others. A renewal in the
+  -- first half of the life writes nothing, as above.
+  local left = redis.call('PTTL', record)
+  if left < ttl / 2 or (outcome == 'added' and left < ttl) then
+    redis.call('PEXPIRE', record, ttl)
+  end
   redis.call('DEL', gone)
 end
 

@@ -11,14 +11,14 @@ import pytest
 
 from examples.demo.fleet import Fleet, NodeFailure, start_node
 from patience import scaled
-from store import MetadataStore
+from store import BlockingStore
 
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 
 
-def _wait_for_nodes(store: MetadataStore, names: set[str]) -> None:
+def _wait_for_nodes(store: BlockingStore, names: set[str]) -> None:
     """Until they beat and, a moment later, have described themselves."""
     deadline = time.monotonic() + scaled(5.0)
     while set(store.node_infos(sorted(names))) != names and time.monotonic() < deadline:

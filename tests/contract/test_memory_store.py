@@ -4,23 +4,25 @@ from collections.abc import Iterator
 
 import pytest
 
-from contract_store import StoreContract, a_location, a_record
-from contract_store_claims import ClaimContract
-from contract_store_devices import DeviceContract
-from contract_store_nodes import NodeContract
-from contract_store_reasons import ReasonContract
-from contract_store_sole import SoleContract
 from memory_store import MemoryStore
-from store import MetadataStore, Publication, Publishing, StoreFull
+from store import BlockingStore, Publication, Publishing, StoreFull, StoreNotBrowsable
+from store.testing import BrowsingContract, CoreContract
+from store.testing.samples import a_location, a_record
 
 
-class TestMemoryStore(
-    StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract, DeviceContract
-):
+class TestMemoryStore(CoreContract, BrowsingContract):
     @pytest.fixture
-    def store(self) -> Iterator[MetadataStore]:
+    def store(self) -> Iterator[BlockingStore]:
         with MemoryStore() as store:
             yield store
+
+
+def test_a_browsable_store_may_keep_no_history() -> None:
+    with MemoryStore() as store:
+        assert store.browsable
+        assert store.inspection() is None
+        with pytest.raises(StoreNotBrowsable, match="it keeps no history of keys"):
+            store.traces()
 
 
 class Clock:

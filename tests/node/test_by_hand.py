@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from contract_store import a_record
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.protocol.messages import ClaimOutcome
 from nodes import NodeProcess, StartNode, key, wait_until
 from servers import StartServer, command
 from store import EmbeddedServer, Location, open_store
+from store.testing.samples import a_record
 
 NAMESPACE = Namespace.named("tests").fingerprint
 SOON_SECONDS = 5.0

@@ -15,7 +15,7 @@ from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.protocol.acceptor import Acceptor, listening_socket
 from lookup_buffer.protocol.auth import accept_handshake
 from servers import command
-from store import MetadataStore, NodeInfo
+from store import BlockingStore, NodeInfo
 
 HERE = socket.gethostname()
 TOKEN = "that of the whole fleet"
@@ -32,7 +32,7 @@ def examine(
 
 @contextmanager
 def a_node(
-    store: MetadataStore, node: str, endpoint: str, *, version: str = "0.1", host: str = HERE
+    store: BlockingStore, node: str, endpoint: str, *, version: str = "0.1", host: str = HERE
 ) -> Iterator[None]:
     store.describe_node(NodeInfo(node, boot_of(node), endpoint, host, version, 1, 1, 1))
     with beating(store, node):
@@ -61,7 +61,7 @@ def port() -> Iterator[int]:
         yield port
 
 
-def test_ports(store: MetadataStore, url: str, tmp_path: Path, port: int) -> None:
+def test_ports(store: BlockingStore, url: str, tmp_path: Path, port: int) -> None:
     with a_node(store, "n1", f"tcp://127.0.0.1:{port}"):
         assert examine(url, tmp_path)["ports"]["verdict"] == "ok"
         with (
@@ -77,7 +77,7 @@ def test_ports(store: MetadataStore, url: str, tmp_path: Path, port: int) -> Non
     assert "n1" not in check["found"]
 
 
-def test_another_program_at_the_port(store: MetadataStore, url: str, tmp_path: Path) -> None:
+def test_another_program_at_the_port(store: BlockingStore, url: str, tmp_path: Path) -> None:
     """A listener that accepts the connection and then sends nothing."""
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
@@ -99,7 +99,7 @@ def test_another_program_at_the_port(store: MetadataStore, url: str, tmp_path: P
     ],
 )
 def test_tokens(
-    store: MetadataStore,
+    store: BlockingStore,
     url: str,
     tmp_path: Path,
     ours: str | None,
@@ -120,7 +120,7 @@ def test_tokens(
         assert "n1" not in checks["token"]["found"]
 
 
-def test_versions(store: MetadataStore, url: str, tmp_path: Path, port: int) -> None:
+def test_versions(store: BlockingStore, url: str, tmp_path: Path, port: int) -> None:
     with a_node(store, "n1", f"tcp://127.0.0.1:{port}"):
         assert examine(url, tmp_path)["versions"]["verdict"] == "ok"
         with a_node(store, "n2", f"tcp://127.0.0.1:{port}", version="0.2"):
@@ -140,7 +140,7 @@ def test_clocks(seconds: float, verdict: str) -> None:
 
 
 def test_without_the_right_to_TIME_nothing_is_reported_about_clocks(
-    store: MetadataStore, url: str, tmp_path: Path
+    store: BlockingStore, url: str, tmp_path: Path
 ) -> None:
     assert examine(url, tmp_path)["store clock"]["verdict"] == "ok"
     try:

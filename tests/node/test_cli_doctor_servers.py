@@ -10,7 +10,6 @@ import pytest
 
 from clusters import Sentinels, ValkeyCluster
 from command_line import run_json
-from contract_store import a_location, a_record
 from lookup_buffer.cli.doctor import Verdict, memory_check, version_check
 from servers import (
     ADMIN_PASSWORD,
@@ -25,6 +24,7 @@ from servers import (
 )
 from store import EmbeddedServer, ServerInfo, layout, open_store
 from store.inspection import PROBES
+from store.testing.samples import a_location, a_record
 
 MIB = 1 << 20
 
@@ -59,7 +59,7 @@ def test_every_command_that_is_sent_is_probed() -> None:
     scripts = [path.read_text() for path in folder.joinpath("scripts").iterdir()]
     used = {name for text in scripts for name in re.findall(r"redis\.p?call\('(\w+)'", text)}
     modules = [
-        folder.joinpath(f"{name}.py").read_text() for name in ("redis_store", "link", "mirror")
+        folder.joinpath(f"{name}.py").read_text() for name in ("redis_store", "client", "mirror")
     ]
     used |= {name for text in modules for name in re.findall(r'\("([A-Z]{3,})"', text)}
     assert {"HGETALL", "SCAN", "EVALSHA", "ZMSCORE"} <= used
@@ -112,6 +112,17 @@ def test_a_wrong_password(tls_server: TlsServer, tmp_path: Path) -> None:
     assert failed(checks) == ["store"]
     for text in ("wrong-secret", ADMIN_PASSWORD):
         assert text not in str(checks)
+
+
+@pytest.mark.parametrize("option", ["ssl_cert_reqs=none", "ssl_check_hostname=false"])
+def test_tls_that_is_not_verified(tls_server: TlsServer, tmp_path: Path, option: str) -> None:
+    secret = {"LOOKUP_BUFFER_STORE_PASSWORD": PASSWORD}
+    url = tls_server.url_of(password="")
+    assert "store TLS" not in examine(0, url, tmp_path / "d", **secret)
+    check = examine(0, f"{url}&{option}", tmp_path / "d", **secret)["store TLS"]
+    assert check["verdict"] == "warn"
+    assert option in check["found"]
+    assert "ssl_ca_certs" in check["advice"]
 
 
 def test_a_server_without_scripting(tmp_path: Path, process: list[ServerProcess]) -> None:

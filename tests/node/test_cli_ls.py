@@ -20,18 +20,18 @@ from command_line import (
     run_json,
 )
 from servers import command
-from store import MetadataStore, NodeInfo, layout
+from store import BlockingStore, NodeInfo, layout
 
 SPACE, OTHER_SPACE = "a" * 64, "b" * 64
 
 
-def describe(store: MetadataStore, node: str) -> None:
+def describe(store: BlockingStore, node: str) -> None:
     store.beat(node, boot_of(node), 1)
     store.describe_node(NodeInfo(node, boot_of(node), "tcp://h:1", "h", "0.1", 1, 1, 1))
 
 
 @contextmanager
-def describing_itself(store: MetadataStore, node: str) -> Iterator[None]:
+def describing_itself(store: BlockingStore, node: str) -> Iterator[None]:
     """Again and again: a command may take seconds to start on a busy machine."""
     describe(store, node)
     over = threading.Event()
@@ -64,7 +64,7 @@ def describing_itself(store: MetadataStore, node: str) -> Iterator[None]:
     ],
 )
 def test_filters(
-    store: MetadataStore, url: str, options: tuple[str, ...], wanted: set[str]
+    store: BlockingStore, url: str, options: tuple[str, ...], wanted: set[str]
 ) -> None:
     publish(store, SPACE, "large-old", "n1", shape=(1024, 1024), created=time.time() - 7200)
     publish(store, SPACE, "small-new", "n1", shape=(4, 4), created=time.time() - 60)
@@ -83,7 +83,7 @@ def test_an_invalid_bound_is_2(url: str, option: str, value: str) -> None:
     assert_refused(done, 2, option, repr(value), "allowed")
 
 
-def test_a_node_that_just_wrote_its_description_is_alive(store: MetadataStore, url: str) -> None:
+def test_a_node_that_just_wrote_its_description_is_alive(store: BlockingStore, url: str) -> None:
     for key, nodes in (("k1", ("fresh", "dead")), ("k2", ("dead",)), ("k3", ("restarted",))):
         publish(store, SPACE, key, *nodes)
     store.beat("dead", boot_of("dead"), 7)
@@ -100,7 +100,7 @@ def test_a_node_that_just_wrote_its_description_is_alive(store: MetadataStore, u
 
 
 def test_where_no_node_may_describe_itself_beats_are_watched(
-    store: MetadataStore, url: str
+    store: BlockingStore, url: str
 ) -> None:
     """As on a server that is full, which takes beats and nothing else."""
     publish(store, SPACE, "k", "full")
@@ -109,7 +109,7 @@ def test_where_no_node_may_describe_itself_beats_are_watched(
     assert record["locations"][0]["alive"]
 
 
-def test_many_pages(store: MetadataStore, url: str) -> None:
+def test_many_pages(store: BlockingStore, url: str) -> None:
     """All is shown, each once, and the first page long before the last."""
     count = 30_000
     for start in range(0, count, 1000):
@@ -147,7 +147,7 @@ def fill(url: str, names: list[str]) -> None:
     command(url, "EVAL", script, len(names), *names)
 
 
-def test_pages_at_a_terminal_are_one_table(store: MetadataStore, url: str) -> None:
+def test_pages_at_a_terminal_are_one_table(store: BlockingStore, url: str) -> None:
     fill(url, [layout.record(SPACE, f"key{n}") for n in range(3000)])
     describe(store, "n1")
     lines = run_at_terminal("ls", "--store-url", url, "--limit", "2500")

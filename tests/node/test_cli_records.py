@@ -19,7 +19,7 @@ from command_line import (
 from lookup_buffer.client.buffer import EngineRank
 from nodes import StartNode, key, wait_until
 from servers import command
-from store import DeviceLocation, MetadataStore, Publishing
+from store import BlockingStore, DeviceLocation, Publishing
 
 SPACE, OTHER_SPACE = "a" * 64, "b" * 64
 LONG_KEY = "0123456789abcdef" * 4
@@ -32,7 +32,7 @@ def keys(document: Any) -> set[str]:
 # -- ls
 
 
-def test_ls_json(store: MetadataStore, url: str) -> None:
+def test_ls_json(store: BlockingStore, url: str) -> None:
     publish(store, SPACE, "photo", "alive-node", "dead-node")
     store.add_hits(SPACE, {"photo": 7})
     store.beat("dead-node", boot_of("dead-node"), 5)
@@ -55,7 +55,7 @@ def test_ls_json(store: MetadataStore, url: str) -> None:
 
 
 def test_the_device_that_a_tensor_was_computed_on_is_named(
-    start_node: StartNode, store: MetadataStore, url: str
+    start_node: StartNode, store: BlockingStore, url: str
 ) -> None:
     """By the engine that stored it first, also where another node has copied it."""
     nodes = [start_node(store_url=url) for _ in range(2)]
@@ -80,7 +80,7 @@ def test_the_device_that_a_tensor_was_computed_on_is_named(
     assert re.search(r"^device +H200$", text, re.MULTILINE)
 
 
-def test_a_place_on_a_device_is_named_by_its_lane(store: MetadataStore, url: str) -> None:
+def test_a_place_on_a_device_is_named_by_its_lane(store: BlockingStore, url: str) -> None:
     publish(store, SPACE, "photo", "alive-node")
     (record,) = store.locate(SPACE, ["photo"])
     assert record is not None
@@ -93,7 +93,7 @@ def test_a_place_on_a_device_is_named_by_its_lane(store: MetadataStore, url: str
     assert "and on a device there, by nccl" in said[0]["sentence"]
 
 
-def test_a_restarted_node_does_not_hold_what_it_held_before(store: MetadataStore, url: str) -> None:
+def test_a_restarted_node_does_not_hold_what_it_held_before(store: BlockingStore, url: str) -> None:
     publish(store, SPACE, "photo", "node.1")
     assert boot_of("node.1") == boot_of("node1")
     with beating(store, "node.1"):
@@ -105,13 +105,13 @@ def test_a_restarted_node_does_not_hold_what_it_held_before(store: MetadataStore
     assert [location["alive"] for location in record["locations"]] == [False]
 
 
-def _moved(store: MetadataStore, key: str, node: str, boot: str) -> tuple[Any, Any]:
+def _moved(store: BlockingStore, key: str, node: str, boot: str) -> tuple[Any, Any]:
     (record,) = store.locate(SPACE, [key])
     assert record is not None
     return record, record.locations[0]._replace(node=node, boot=boot)
 
 
-def test_ls_filters(store: MetadataStore, url: str) -> None:
+def test_ls_filters(store: BlockingStore, url: str) -> None:
     publish(store, SPACE, "one", "n1")
     publish(store, SPACE, "two", "n1", "n2")
     publish(store, OTHER_SPACE, "three", "n2")
@@ -125,7 +125,7 @@ def test_ls_filters(store: MetadataStore, url: str) -> None:
     assert keys(run_json("ls", "--store-url", url, "--namespace", "*" * 64)) == set()
 
 
-def test_ls_pages_through_2000_records(store: MetadataStore, url: str) -> None:
+def test_ls_pages_through_2000_records(store: BlockingStore, url: str) -> None:
     for number in range(2000):
         publish(store, SPACE if number % 2 else OTHER_SPACE, f"key{number}", "n1")
     everything = run_json("ls", "--store-url", url, "--limit", "0")
@@ -141,7 +141,7 @@ def test_ls_pages_through_2000_records(store: MetadataStore, url: str) -> None:
     assert len(piped) == 2001
 
 
-def test_a_pipe_gets_everything_without_colours(store: MetadataStore, url: str) -> None:
+def test_a_pipe_gets_everything_without_colours(store: BlockingStore, url: str) -> None:
     publish(store, SPACE, LONG_KEY, "a-node-with-quite-a-long-name-4f2a", "other")
     output = run("ls", "--store-url", url, TERM="xterm-256color").stdout
     header, row = output.splitlines()
@@ -154,7 +154,7 @@ def test_a_pipe_gets_everything_without_colours(store: MetadataStore, url: str) 
 
 @pytest.mark.parametrize("arguments", [("ls",), ("nodes",), ("stats",), ("show", LONG_KEY)])
 def test_a_terminal_of_80_columns_is_enough(
-    store: MetadataStore, url: str, arguments: tuple[str, ...]
+    store: BlockingStore, url: str, arguments: tuple[str, ...]
 ) -> None:
     node = "a-node-with-a-name-of-48-characters-4f2a-4f2a4f2"
     publish(store, SPACE, LONG_KEY, node, "other", shape=(12345, 67890))
@@ -169,7 +169,7 @@ def test_a_terminal_of_80_columns_is_enough(
     assert arguments[0] == "nodes" or any(len(line) > 80 for line in wide)
 
 
-def test_a_key_cannot_drive_the_terminal(store: MetadataStore, url: str) -> None:
+def test_a_key_cannot_drive_the_terminal(store: BlockingStore, url: str) -> None:
     publish(store, SPACE, "evil\x1b[31m[bold]\nkey", "n1")
     for arguments in (("ls",), ("show", "evil")):
         output = run(*arguments, "--store-url", url).stdout
@@ -181,7 +181,7 @@ def test_a_key_cannot_drive_the_terminal(store: MetadataStore, url: str) -> None
 # -- show
 
 
-def test_show_a_key(store: MetadataStore, url: str) -> None:
+def test_show_a_key(store: BlockingStore, url: str) -> None:
     publish(store, SPACE, "photo", "n1")
     publish(store, OTHER_SPACE, "photo", "n2")
     store.describe_namespace(SPACE, {"model": "siglip", "dtype": "bfloat16"})
@@ -198,7 +198,7 @@ def test_show_a_key(store: MetadataStore, url: str) -> None:
         assert word in text
 
 
-def test_show_takes_the_beginning_of_a_key(store: MetadataStore, url: str) -> None:
+def test_show_takes_the_beginning_of_a_key(store: BlockingStore, url: str) -> None:
     publish(store, SPACE, LONG_KEY, "n1")  # in a namespace without a description
     publish(store, SPACE, "0199", "n1")
     assert keys(run_json("show", "0123", "--store-url", url)) == {LONG_KEY}
@@ -207,7 +207,7 @@ def test_show_takes_the_beginning_of_a_key(store: MetadataStore, url: str) -> No
     assert keys(run_json("show", "0123", "--store-url", url)) == {"0123"}
 
 
-def test_show_prints_why_a_key_is_gone(store: MetadataStore, url: str) -> None:
+def test_show_prints_why_a_key_is_gone(store: BlockingStore, url: str) -> None:
     store.describe_namespace(SPACE, {"model": "siglip"})
     assert_refused(run("show", "photo", "--store-url", url), 1, "never published")
     publish(store, SPACE, "photo", "n1")
@@ -224,7 +224,7 @@ def test_show_prints_why_a_key_is_gone(store: MetadataStore, url: str) -> None:
 # -- stats
 
 
-def test_stats(store: MetadataStore, url: str) -> None:
+def test_stats(store: BlockingStore, url: str) -> None:
     assert run("stats", "--store-url", url).stdout.startswith("no counters")
     for node in ("n1", "n2"):
         store.beat(node, boot_of(node), 1)
@@ -246,7 +246,7 @@ def test_stats(store: MetadataStore, url: str) -> None:
     assert ["others:", "evicted", "6"] in lines
 
 
-def test_foreign_values_under_our_keys(store: MetadataStore, url: str) -> None:
+def test_foreign_values_under_our_keys(store: BlockingStore, url: str) -> None:
     publish(store, SPACE, "photo", "n1")
     command(url, "SET", f"lb:hits:{SPACE}", "foreign")
     assert_refused(run("ls", "--store-url", url), 1, "lb:*")

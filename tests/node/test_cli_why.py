@@ -17,13 +17,13 @@ from lookup_buffer.namespace import Namespace
 from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_until
 from proxies import PeerProxy, behind
 from servers import command, patient
-from store import ClaimState, EmbeddedServer, Failure, MetadataStore, layout
+from store import BlockingStore, ClaimState, EmbeddedServer, Failure, layout
 
 SPACE = Namespace.named("tests").fingerprint
 
 
 @pytest.fixture
-def store(valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
+def store(valkey_server: EmbeddedServer) -> Iterator[BlockingStore]:
     with patient(valkey_server.url) as store:
         yield store
 
@@ -34,7 +34,7 @@ def client(node_pair: tuple[NodeProcess, NodeProcess]) -> Iterator[LookupBuffer]
         yield client
 
 
-def findings(store: MetadataStore, name: TensorKey, namespace: str = SPACE) -> list[Finding]:
+def findings(store: BlockingStore, name: TensorKey, namespace: str = SPACE) -> list[Finding]:
     found = list(history_of(store, name.text, namespace).findings())
     assert all(one.sentence and one.hint for one in found)
     assert {one.key for one in found} == {name.text}
@@ -42,7 +42,7 @@ def findings(store: MetadataStore, name: TensorKey, namespace: str = SPACE) -> l
 
 
 def the_finding(
-    store: MetadataStore, name: TensorKey, code: Code, *words: str, namespace: str = SPACE
+    store: BlockingStore, name: TensorKey, code: Code, *words: str, namespace: str = SPACE
 ) -> Finding:
     """What is found of `name`, once it is of that code: nodes write a moment later."""
     found: list[Finding] = []
@@ -61,7 +61,7 @@ def the_finding(
 
 
 def test_stored(
-    store: MetadataStore, client: LookupBuffer, node_pair: tuple[NodeProcess, NodeProcess]
+    store: BlockingStore, client: LookupBuffer, node_pair: tuple[NodeProcess, NodeProcess]
 ) -> None:
     name, none = key(), key()
     client.insert(name, torch.ones(3))
@@ -76,7 +76,7 @@ def test_stored(
     wait_until(lambda: "hit 2 times" in findings(store, name)[0].sentence, 10.0)
 
 
-def test_an_offered_hand_off(store: MetadataStore, start_node: StartNode) -> None:
+def test_an_offered_hand_off(store: BlockingStore, start_node: StartNode) -> None:
     node, name, blocking = start_node(capacity_bytes=8 * MIB), handoff(), handoff()
     with node.client() as producer, node.client() as taker:
         producer.insert(blocking, tensor_of("blocks", 4 * MIB))
@@ -101,7 +101,7 @@ def test_an_offered_hand_off(store: MetadataStore, start_node: StartNode) -> Non
 
 
 def test_claims(
-    store: MetadataStore, client: LookupBuffer, node_pair: tuple[NodeProcess, NodeProcess]
+    store: BlockingStore, client: LookupBuffer, node_pair: tuple[NodeProcess, NodeProcess]
 ) -> None:
     name, node = key(), node_pair[0].node_id
     client.claim(name, lease_seconds=1.0, state=ClaimState.INTENT)
@@ -123,7 +123,7 @@ def test_claims(
 # -- it went
 
 
-def test_expired(store: MetadataStore, client: LookupBuffer) -> None:
+def test_expired(store: BlockingStore, client: LookupBuffer) -> None:
     name = key()
     client.insert(name, torch.ones(3), ttl_seconds=0.5)
     found = the_finding(store, name, Code.EXPIRED, "expired on node", "s ago")
@@ -131,7 +131,7 @@ def test_expired(store: MetadataStore, client: LookupBuffer) -> None:
     assert found.seconds < 30
 
 
-def test_evicted(store: MetadataStore, start_node: StartNode) -> None:
+def test_evicted(store: BlockingStore, start_node: StartNode) -> None:
     node, name = start_node(capacity_bytes=4 * MIB), key()
     with node.client() as client:
         client.insert(name, tensor_of("old", MIB))
@@ -141,7 +141,7 @@ def test_evicted(store: MetadataStore, start_node: StartNode) -> None:
         assert the_finding(store, name, Code.EVICTED, *words).node == node.node_id
 
 
-def test_retracted(store: MetadataStore, start_node: StartNode) -> None:
+def test_retracted(store: BlockingStore, start_node: StartNode) -> None:
     node, name = start_node(capacity_bytes=4 * MIB), handoff()
     with node.client() as client:
         client.insert(handoff(), tensor_of("blocks", 2 * MIB))
@@ -153,7 +153,7 @@ def test_retracted(store: MetadataStore, start_node: StartNode) -> None:
 
 
 def test_stale(
-    store: MetadataStore, client: LookupBuffer, node_pair: tuple[NodeProcess, NodeProcess]
+    store: BlockingStore, client: LookupBuffer, node_pair: tuple[NodeProcess, NodeProcess]
 ) -> None:
     name, real = key(), key()
     client.insert(real, torch.ones(3))
@@ -168,7 +168,7 @@ def test_stale(
 
 
 def test_gone_for_a_reason_of_another_version(
-    store: MetadataStore, valkey_server: EmbeddedServer
+    store: BlockingStore, valkey_server: EmbeddedServer
 ) -> None:
     name = key()
     command(valkey_server.url, "SET", layout.gone(SPACE, name.text), "swallowed", "EX", "60")
@@ -177,7 +177,7 @@ def test_gone_for_a_reason_of_another_version(
     assert "gone from a node: swallowed" in found[0].sentence
 
 
-def test_hit_once_and_gone_without_a_reason(store: MetadataStore, start_node: StartNode) -> None:
+def test_hit_once_and_gone_without_a_reason(store: BlockingStore, start_node: StartNode) -> None:
     node, name = start_node(record_ttl_seconds=3), key()
     with node.client() as client:
         client.insert(name, torch.ones(3))
@@ -189,7 +189,7 @@ def test_hit_once_and_gone_without_a_reason(store: MetadataStore, start_node: St
     )
 
 
-def test_never_published(store: MetadataStore) -> None:
+def test_never_published(store: BlockingStore) -> None:
     the_finding(store, key(), Code.ABSENT, "no trace of it", "over an hour", namespace="")
     the_finding(store, handoff(), Code.ABSENT, "over a minute", namespace="")
 
@@ -198,7 +198,7 @@ def test_never_published(store: MetadataStore) -> None:
 
 
 def test_states_of_holders(
-    store: MetadataStore, start_node: StartNode, valkey_server: EmbeddedServer
+    store: BlockingStore, start_node: StartNode, valkey_server: EmbeddedServer
 ) -> None:
     """Frozen, dead, stopped and restarted; the test does what its peers do after a minute."""
     node, leaving, name, other = start_node(), start_node(), key(), key()
@@ -238,7 +238,7 @@ def test_states_of_holders(
 # -- it could not be had
 
 
-def test_a_wrong_checksum(store: MetadataStore, start_node: StartNode) -> None:
+def test_a_wrong_checksum(store: BlockingStore, start_node: StartNode) -> None:
     with ExitStack() as stack:
         proxy = stack.enter_context(PeerProxy(flip_after_bytes=100_000))
         bad, reader, name = behind(proxy, start_node), start_node(), key()
@@ -254,7 +254,7 @@ def test_a_wrong_checksum(store: MetadataStore, start_node: StartNode) -> None:
             assert word in failed.sentence
 
 
-def test_a_holder_that_does_not_answer(store: MetadataStore, start_node: StartNode) -> None:
+def test_a_holder_that_does_not_answer(store: BlockingStore, start_node: StartNode) -> None:
     with ExitStack() as stack:
         proxy = stack.enter_context(PeerProxy(hold_after_bytes=100_000))
         holder, reader, name = behind(proxy, start_node), start_node(), key()
@@ -282,7 +282,7 @@ def test_a_holder_that_does_not_answer(store: MetadataStore, start_node: StartNo
     ],
 )
 def test_a_record_of_another_version(
-    store: MetadataStore, valkey_server: EmbeddedServer, words: tuple[str, ...], said: str
+    store: BlockingStore, valkey_server: EmbeddedServer, words: tuple[str, ...], said: str
 ) -> None:
     name = key()
     command(valkey_server.url, words[0], layout.record(SPACE, name.text), *words[1:])
@@ -293,7 +293,7 @@ def test_a_record_of_another_version(
 
 
 def test_under_another_namespace(
-    store: MetadataStore, node_pair: tuple[NodeProcess, NodeProcess]
+    store: BlockingStore, node_pair: tuple[NodeProcess, NodeProcess]
 ) -> None:
     name, node = key(), node_pair[0]
     spaces = [
@@ -326,7 +326,7 @@ def test_under_another_namespace(
         assert [one.code for one in everywhere[2:]] == [Code.OTHER_NAMESPACE] * OTHERS_MAX
 
 
-def test_an_unused_namespace(store: MetadataStore, client: LookupBuffer) -> None:
+def test_an_unused_namespace(store: BlockingStore, client: LookupBuffer) -> None:
     name, nobody = key(), "f" * 64
     client.insert(name, torch.ones(3))
     the_finding(store, name, Code.STORED)

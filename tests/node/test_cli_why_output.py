@@ -18,13 +18,13 @@ from command_line import (
 )
 from patience import scaled
 from servers import StartServer, command, patient
-from store import MetadataStore, layout
+from store import BlockingStore, layout
 
 SPACE, OTHER_SPACE = "a" * 64, "b" * 64
 LONG_KEY = "0123456789abcdef" * 4
 
 
-def test_json(store: MetadataStore, url: str) -> None:
+def test_json(store: BlockingStore, url: str) -> None:
     publish(store, SPACE, "photo", "alive-node")
     store.describe_namespace(SPACE, {"model": "siglip", "dtype": "bfloat16"})
     store.describe_namespace(OTHER_SPACE, {"model": "siglip", "dtype": "float16"})
@@ -45,7 +45,7 @@ def test_json(store: MetadataStore, url: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 40])
-def test_a_terminal(store: MetadataStore, url: str, columns: int) -> None:
+def test_a_terminal(store: BlockingStore, url: str, columns: int) -> None:
     node = "a-node-with-a-name-of-48-characters-4f2a-4f2a4f2"
     publish(store, SPACE, LONG_KEY, node, "alive-node")
     store.beat(node, boot_of(node), 1)
@@ -64,7 +64,7 @@ def test_a_terminal(store: MetadataStore, url: str, columns: int) -> None:
     assert any(len(line) > 80 for line in piped.stdout.splitlines()), "a pipe's lines are whole"
 
 
-def test_a_pipe_that_closes_early(store: MetadataStore, url: str) -> None:
+def test_a_pipe_that_closes_early(store: BlockingStore, url: str) -> None:
     publish(store, SPACE, "photo", "n1")
     for reader in ("head -c 1", "true"):
         line = f'"$0" why photo --store-url "$1" | {reader}'
@@ -75,7 +75,7 @@ def test_a_pipe_that_closes_early(store: MetadataStore, url: str) -> None:
         assert (done.returncode, done.stderr) == (0, ""), "of the reader, and nothing said"
 
 
-def test_a_part_of_a_key_is_enough(store: MetadataStore, url: str) -> None:
+def test_a_part_of_a_key_is_enough(store: BlockingStore, url: str) -> None:
     publish(store, SPACE, f"{LONG_KEY}#lora-1", "n1")  # in a namespace without a description
     publish(store, OTHER_SPACE, f"{LONG_KEY}#lora-1", "n1")
     document = run_json("why", LONG_KEY[8:20], "--store-url", url, code=1)
@@ -90,7 +90,7 @@ def test_a_part_of_a_key_is_enough(store: MetadataStore, url: str) -> None:
     assert run_json("why", LONG_KEY, "--store-url", url, code=1)["key"] == LONG_KEY
 
 
-def test_a_key_cannot_drive_the_terminal(store: MetadataStore, url: str) -> None:
+def test_a_key_cannot_drive_the_terminal(store: BlockingStore, url: str) -> None:
     publish(store, SPACE, "evil\x1b[31m[bold]\nkey", "n1")
     store.withdraw(SPACE, "evil\x1b[31m[bold]\nkey", "n1", reason="\x1b[31mred")
     store.describe_namespace(SPACE, {"model": "\x1b[31m"})
@@ -121,7 +121,7 @@ def test_an_empty_store_is_1(url: str) -> None:
     assert run("why", "photo", "--namespace", "*", "--store-url", url).returncode == 1
 
 
-def test_every_output_has_a_sentence(store: MetadataStore, url: str) -> None:
+def test_every_output_has_a_sentence(store: BlockingStore, url: str) -> None:
     """The value means nothing: a claim that no node wrote."""
     store.describe_namespace(SPACE, {"model": "siglip"})
     command(url, "SET", layout.claim(SPACE, "photo"), "by hand", "EX", "60")
@@ -132,7 +132,7 @@ def test_every_output_has_a_sentence(store: MetadataStore, url: str) -> None:
         assert finding["code"] == "absent"
 
 
-def test_foreign_values_are_a_sentence(store: MetadataStore, url: str) -> None:
+def test_foreign_values_are_a_sentence(store: BlockingStore, url: str) -> None:
     store.describe_namespace(SPACE, {"model": "siglip"})
     command(url, "SET", layout.record(SPACE, "photo"), "foreign")
     command(url, "HSET", layout.record(SPACE, "newer"), "v", "2")

@@ -18,7 +18,7 @@ from lookup_buffer.namespace import Namespace
 from nodes import MIB, NodeProcess, Nodes, StartNode, key, tensor_of, wait_until
 from observing import LIVE, Browser, Stream, dashboard, number_shown
 from servers import free_port, frozen, patient, valkey_executable
-from store import EmbeddedServer, MetadataStore
+from store import BlockingStore, EmbeddedServer
 
 SPACE = Namespace.named("tests").fingerprint
 HOSTILE = "<img src=x onerror=\"document.title='taken over'\"><script>document.title='too'</script>"
@@ -49,7 +49,7 @@ def pair(server: EmbeddedServer) -> Iterator[tuple[NodeProcess, NodeProcess]]:
 
 
 @pytest.fixture(scope="module")
-def store(server: EmbeddedServer) -> Iterator[MetadataStore]:
+def store(server: EmbeddedServer) -> Iterator[BlockingStore]:
     with patient(server.url) as store:
         yield store
 
@@ -81,7 +81,7 @@ def busy(*nodes: NodeProcess) -> Iterator[list[TensorKey]]:
             thread.join()
 
 
-def settled(store: MetadataStore) -> Counter[str]:
+def settled(store: BlockingStore) -> Counter[str]:
     """What all nodes have counted, once they write no more."""
     found = [Counter[str](), Counter[str]({"other": 1})]
 
@@ -96,7 +96,7 @@ def settled(store: MetadataStore) -> Counter[str]:
 
 @pytest.mark.alone
 def test_the_numbers_are_those_of_redis(
-    browser: Browser, pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
+    browser: Browser, pair: tuple[NodeProcess, NodeProcess], store: BlockingStore
 ) -> None:
     first, second = pair
     with dashboard(browser, first) as tab:

@@ -19,7 +19,7 @@ from lookup_buffer.protocol.header import TensorHeader
 from memory_store import MemoryStore
 from nodes import StartNode, handoff, key, wait_until
 from servers import StartServer, patient
-from store import MetadataStore
+from store import BlockingStore
 
 
 @pytest.fixture
@@ -29,18 +29,18 @@ def url(start_server: StartServer) -> str:
 
 
 @pytest.fixture
-def store(url: str) -> Iterator[MetadataStore]:
+def store(url: str) -> Iterator[BlockingStore]:
     with patient(url) as store:
         yield store
 
 
-def given_up(store: MetadataStore, space: Namespace, name: TensorKey) -> bool:
+def given_up(store: BlockingStore, space: Namespace, name: TensorKey) -> bool:
     found = list(history_of(store, name.text, space.fingerprint).findings())
     return found[0].code is Code.INVALIDATED
 
 
 def test_all_nodes_drop_it_and_only_it(
-    store: MetadataStore, url: str, start_node: StartNode
+    store: BlockingStore, url: str, start_node: StartNode
 ) -> None:
     here, there = start_node(store_url=url), start_node(store_url=url)
     space, other = (Namespace.named(f"{name}-{secrets.token_hex(4)}") for name in ("old", "kept"))
@@ -76,7 +76,7 @@ def test_all_nodes_drop_it_and_only_it(
 
 
 def test_a_node_that_was_frozen_drops_it_when_it_is_back(
-    store: MetadataStore, url: str, start_node: StartNode
+    store: BlockingStore, url: str, start_node: StartNode
 ) -> None:
     node, name = start_node(store_url=url), key()
     space = Namespace.named(f"frozen-{secrets.token_hex(4)}")
@@ -92,7 +92,7 @@ def test_a_node_that_was_frozen_drops_it_when_it_is_back(
 
 
 def test_a_node_started_later_has_nothing_to_drop(
-    store: MetadataStore, url: str, start_node: StartNode
+    store: BlockingStore, url: str, start_node: StartNode
 ) -> None:
     space, name = Namespace.named(f"later-{secrets.token_hex(4)}"), key()
     with LookupBuffer(start_node(store_url=url).config, space) as buffer:
@@ -105,7 +105,7 @@ def test_a_node_started_later_has_nothing_to_drop(
         assert buffer.has_caches([name], timeout=5.0) == [True]
 
 
-def test_an_invalid_namespace_is_refused(store: MetadataStore, url: str) -> None:
+def test_an_invalid_namespace_is_refused(store: BlockingStore, url: str) -> None:
     common = secrets.token_hex(4)
     for end in "ab":
         store.describe_namespace(common + end * 56, {"name": end})

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from contract_store import BOOT, a_record
 from device_ends import FINGERPRINT, LIBRARY, MARK, NBYTES, POOL, PORT, TOLD_POOL_BYTES, Told
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.client.handles import PrefetchHandle, PrefetchState
@@ -29,31 +28,32 @@ from nodes import (
 )
 from servers import frozen
 from store import (
+    BlockingStore,
     DeviceLocation,
     EmbeddedServer,
     Location,
-    MetadataStore,
     NodeInfo,
     Publishing,
     Record,
     Withdrawing,
     open_store,
 )
+from store.testing.samples import BOOT, a_record
 
 __all__ = ["node_pair", "start_node"]
 
 
 @pytest.fixture
-def store(node_pair: tuple[NodeProcess, NodeProcess]) -> MetadataStore:
+def store(node_pair: tuple[NodeProcess, NodeProcess]) -> BlockingStore:
     with_store(*node_pair)
     return open_store(node_pair[0].config.store_url, call_timeout_seconds=2.0)
 
 
-def record_of(store: MetadataStore, of: TensorKey) -> Record | None:
+def record_of(store: BlockingStore, of: TensorKey) -> Record | None:
     return store.locate(FINGERPRINT, [of.text])[0]
 
 
-def devices(store: MetadataStore, of: TensorKey) -> tuple[DeviceLocation, ...]:
+def devices(store: BlockingStore, of: TensorKey) -> tuple[DeviceLocation, ...]:
     record = record_of(store, of)
     return () if record is None else record.devices
 
@@ -66,7 +66,7 @@ def stored(client: LookupBuffer, one: TensorKey, **how: float) -> int:
     return checksum
 
 
-def offered(client: LookupBuffer, pool: Told, store: MetadataStore) -> TensorKey:
+def offered(client: LookupBuffer, pool: Told, store: BlockingStore) -> TensorKey:
     """A key that this client stored, and that its pool offers."""
     one = key()
     pool.offers(one, stored(client, one))
@@ -75,7 +75,7 @@ def offered(client: LookupBuffer, pool: Told, store: MetadataStore) -> TensorKey
 
 
 def test_offered_copies_are_published_and_withdrawn_with_their_process(
-    node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
+    node_pair: tuple[NodeProcess, NodeProcess], store: BlockingStore
 ) -> None:
     node, _ = node_pair
     with store, node.client() as client:
@@ -96,7 +96,7 @@ def test_offered_copies_are_published_and_withdrawn_with_their_process(
 
 
 def test_a_prepared_device_location_is_published_with_its_copy(
-    node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
+    node_pair: tuple[NodeProcess, NodeProcess], store: BlockingStore
 ) -> None:
     """A waiter for the copy gets the device from the same record."""
     with store, node_pair[0].client() as client:
@@ -119,7 +119,7 @@ def test_a_prepared_device_location_is_published_with_its_copy(
 
 
 def test_a_withdrawn_copy_withdraws_its_device_location(
-    node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
+    node_pair: tuple[NodeProcess, NodeProcess], store: BlockingStore
 ) -> None:
     with store, node_pair[0].client() as client:
         pool = Told(client)
@@ -131,7 +131,7 @@ def test_a_withdrawn_copy_withdraws_its_device_location(
 
 
 def test_a_device_location_needs_a_copy_of_the_same_bytes(
-    node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
+    node_pair: tuple[NodeProcess, NodeProcess], store: BlockingStore
 ) -> None:
     """A pool outlives its node; the next one may have been given other bytes under that key."""
     with store, node_pair[0].client() as client:
@@ -154,7 +154,7 @@ class Reading:
     def __init__(
         self,
         nodes: tuple[NodeProcess, NodeProcess],
-        store: MetadataStore,
+        store: BlockingStore,
         pool_bytes: int = TOLD_POOL_BYTES,
     ) -> None:
         self.store = store
@@ -177,7 +177,7 @@ class Reading:
 
 
 @pytest.fixture
-def reading(node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore) -> Reading:
+def reading(node_pair: tuple[NodeProcess, NodeProcess], store: BlockingStore) -> Reading:
     return Reading(node_pair, store)
 
 
@@ -252,7 +252,7 @@ def test_a_silent_pool_costs_the_deadline_of_the_lane(reading: Reading) -> None:
 
 
 def test_an_item_larger_than_the_pool_is_not_requested_of_it(
-    node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
+    node_pair: tuple[NodeProcess, NodeProcess], store: BlockingStore
 ) -> None:
     with Reading(node_pair, store, pool_bytes=NBYTES - 1) as reading:
         before = node_pair[1].stats().get("lane_fallbacks_no_room", 0)

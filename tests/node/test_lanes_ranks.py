@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from contract_store import BOOT, a_record
 from lookup_buffer.device.lane import DeviceLane
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.connection import Connection
@@ -23,6 +22,7 @@ from lookup_buffer.node.session import Seat, Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.framing import FrameDecoder
 from store import DeviceLocation, Location
+from store.testing.samples import BOOT, a_record
 
 if TYPE_CHECKING:
     from lookup_buffer.protocol.messages import Request

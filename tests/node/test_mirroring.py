@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.node.directory import Directory
@@ -9,18 +11,42 @@ from lookup_buffer.node.locator import NOT_REACHED, Located
 from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.shm.index import RemoteIndex, RemoteIndexReader, digest_of
-from store import EmbeddedServer, Location, MetadataStore, NodeInfo, Record, StoreUnavailable
+from store import (
+    BlockingStore,
+    EmbeddedServer,
+    Location,
+    NodeInfo,
+    Record,
+    StoreUnavailable,
+    open_store,
+)
 from store.entries import ABSENT_SECONDS_MAX
 
 
 class Unopened(Storage):
     def __init__(self) -> None:
-        super().__init__(BufferConfig.of({}))
+        super().__init__(BufferConfig.of({}), asyncio.get_running_loop(), "node-1")
         self.tried = 0
 
-    def store(self) -> MetadataStore:
+    def store(self) -> BlockingStore:
         self.tried += 1
         raise StoreUnavailable("it does not start")
+
+
+def storage_at(url: str) -> Storage:
+    config = BufferConfig.of({"store_url": url, "store_timeout_seconds": 5.0})
+    return Storage(config, asyncio.get_running_loop(), "node-1")
+
+
+def without_the_loop(url: str, act: Callable[[BlockingStore], object]) -> None:
+    """Act by a store of a thread's own; the loop does nothing meanwhile, and reads no push."""
+
+    def run() -> None:
+        with open_store(url, call_timeout_seconds=5.0) as store:
+            act(store)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run).result()
 
 
 def nothing() -> None: ...
@@ -56,7 +82,7 @@ def test_an_absent_key_is_cached_for_a_second(
 
 async def _what_is_absent_is_known_for_a_second(url: str, namespace: str) -> None:
     loop = asyncio.get_running_loop()
-    storage = Storage(BufferConfig.of({"store_url": url, "store_timeout_seconds": 5.0}))
+    storage = storage_at(url)
     locator = MirrorLocator(loop, storage, Directory("us"), RemoteIndex())
     locator.start()
     for _ in range(2):
@@ -67,8 +93,8 @@ async def _what_is_absent_is_known_for_a_second(url: str, namespace: str) -> Non
         assert located.reason == "absent"
         assert locator.known(namespace, ["k"]) == [False]
         await asyncio.sleep(ABSENT_SECONDS_MAX + 0.1)
-    locator.close()
-    storage.close()
+    await asyncio.to_thread(locator.close)
+    await asyncio.to_thread(storage.close)
 
 
 def test_keys_removed_with_all_others_are_listed_again(
@@ -80,14 +106,17 @@ def test_keys_removed_with_all_others_are_listed_again(
 
 async def _removed_keys_are_listed_again(url: str, namespace: str) -> None:
     loop = asyncio.get_running_loop()
-    config = BufferConfig.of({"store_url": url, "store_timeout_seconds": 5.0})
-    storage, directory, elsewhere = Storage(config), Directory("us"), RemoteIndex()
-    store, node = storage.store(), f"node-{namespace[:8]}"
-    store.describe_node(NodeInfo(node, "boot", "tcp://127.0.0.1:1", "host", "0", 1, 1, 1))
-    store.beat(node, "boot", 1)
+    storage, directory, elsewhere = storage_at(url), Directory("us"), RemoteIndex()
+    node = f"node-{namespace[:8]}"
     record = Record(namespace, "k", "uint8", (1,), 1, "tensor", 1.0)
-    store.publish(record, Location(node, "boot", 1, 1), ttl_seconds=60.0)
-    directory.refresh(store)
+
+    def prepare(store: BlockingStore) -> None:
+        store.describe_node(NodeInfo(node, "boot", "tcp://127.0.0.1:1", "host", "0", 1, 1, 1))
+        store.beat(node, "boot", 1)
+        store.publish(record, Location(node, "boot", 1, 1), ttl_seconds=60.0)
+        directory.refresh(store)
+
+    without_the_loop(url, prepare)
     locator, reader = (
         MirrorLocator(loop, storage, directory, elsewhere),
         RemoteIndexReader(elsewhere.fd),
@@ -101,9 +130,9 @@ async def _removed_keys_are_listed_again(url: str, namespace: str) -> None:
         assert reader.contains(digest_of(namespace, "k"))
         locator._forgotten(None)
         assert not reader.contains(digest_of(namespace, "k"))
-    store.leave(node, "boot")
-    locator.close()
-    storage.close()
+    without_the_loop(url, lambda store: store.leave(node, "boot"))
+    await asyncio.to_thread(locator.close)
+    await asyncio.to_thread(storage.close)
     reader.close()
     elsewhere.close()
 
@@ -117,7 +146,7 @@ def test_the_mirror_does_not_contradict_the_reply_to_a_claim(
 
 async def _the_mirror_agrees_with_the_reply_to_a_claim(url: str, namespace: str) -> None:
     loop = asyncio.get_running_loop()
-    storage = Storage(BufferConfig.of({"store_url": url, "store_timeout_seconds": 5.0}))
+    storage = storage_at(url)
     locator = MirrorLocator(loop, storage, Directory("us"), RemoteIndex())
     locator.start()
 
@@ -128,7 +157,8 @@ async def _the_mirror_agrees_with_the_reply_to_a_claim(url: str, namespace: str)
 
     assert (await ask()).reason == "absent"
     record = Record(namespace, "k", "uint8", (1,), 1, "tensor", 1.0)
-    storage.store().publish(record, Location("node-k", "boot", 1, 1), ttl_seconds=60.0)
+    there = Location("node-k", "boot", 1, 1)
+    without_the_loop(url, lambda store: store.publish(record, there, ttl_seconds=60.0))
     assert locator.known(namespace, ["k"]) == [False], "the loop has read no push yet"
     locator.forget((namespace, "k"))
     assert locator.known(namespace, ["k"]) == [None]
@@ -139,5 +169,5 @@ async def _the_mirror_agrees_with_the_reply_to_a_claim(url: str, namespace: str)
     locator.forget((namespace, "other"))
     assert (await asyncio.wait_for(under_way, 10.0))[0].reason == "absent"
     assert locator.known(namespace, ["other"]) == [None], "it was read before"
-    locator.close()
-    storage.close()
+    await asyncio.to_thread(locator.close)
+    await asyncio.to_thread(storage.close)

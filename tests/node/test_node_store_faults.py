@@ -2,25 +2,54 @@
 time."""
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from lookup_buffer.access import TIMEOUT_SECONDS
+from lookup_buffer.access import TIMEOUT_SECONDS, TIMEOUT_SECONDS_MAX
 from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import LookupTimeout, MissingTensor
 from lookup_buffer.key import TensorKey
+from lookup_buffer.namespace import Namespace
 from lookup_buffer.protocol.messages import InsertOutcome
-from nodes import MIB, NodeProcess, StartNode, at_rest, key, tensor_of, wait_until
+from lookup_buffer.runtime import to_json
+from nodes import (
+    MIB,
+    ROOT,
+    NodeProcess,
+    StartNode,
+    at_rest,
+    key,
+    tensor_of,
+    wait_until,
+    with_store,
+)
 from patience import quickest, scaled
+from proxies import Blackhole
+from server_clients import (
+    Monitor,
+    clients,
+    cut_all,
+    place_of,
+    records_in_scripts,
+    records_read,
+    refusals,
+)
 from servers import StartServer, command, flush, frozen
-from store import EmbeddedServer
+from store import EmbeddedServer, layout
+from switchovers import Switchover
 
+NAMESPACE = Namespace.named("tests").fingerprint
 BACK_SECONDS = 5.0
 """The stated bound is about three seconds: a beat, a breaker's pause, a walk. The rest is noise."""
 
@@ -150,6 +179,87 @@ def test_the_store_is_frozen_and_resumed(pair: Pair) -> None:
     pair.expect(pair.here, while_frozen, tensor, BACK_SECONDS)
     pair.expect(pair.here, remote, tensor, BACK_SECONDS)
     pair.share()
+
+
+@pytest.mark.parametrize("pause_ms", [300, 1000])
+def test_a_late_answer_costs_nothing_that_was_known(pair: Pair, pause_ms: int) -> None:
+    known = [key() for _ in range(300)]
+    names = {layout.record(NAMESPACE, name.text) for name in known[1:]}
+    for name in known:
+        pair.there.insert(name, torch.ones(3))
+    wait_until(lambda: all(pair.here.has_caches(known, timeout=1.0)), BACK_SECONDS)
+    with Monitor(place_of(pair.server.url)) as monitor:
+
+        def an_answer_is_late() -> bool:
+            command(pair.server.url, "CLIENT", "PAUSE", pause_ms, "ALL")
+            (new,) = pair.here.prefetch([key()], timeout=scaled(1.0))
+            assert pair.here.has_caches(known, timeout=1.0) == [True] * len(known)
+            return new.reason == "store_down"
+
+        wait_until(an_answer_is_late, BACK_SECONDS)
+        pair.expect(pair.here, known[0], torch.ones(3))
+        wait_until(lambda: pair.here.prefetch([key()], timeout=1.0)[0].reason == "absent", 2.0)
+        assert pair.here.has_caches(known, timeout=1.0) == [True] * len(known)
+        assert not names & set(records_read(monitor.commands())), "read again"
+
+
+def test_cut_connections_cost_no_publications(pair: Pair) -> None:
+    names, place = [key() for _ in range(400)], place_of(pair.server.url)
+    for name in names:
+        pair.there.insert(name, torch.ones(3))
+    with_all_written(*pair.nodes)
+    with Monitor(place) as monitor:
+        for _ in range(2):
+            assert cut_all(place) >= len(pair.nodes)
+            wait_for_beats(pair.server.url, pair.nodes, 2)
+        assert records_in_scripts(monitor.commands()) == []
+    wait_until(lambda: all(pair.here.has_caches(names, timeout=1.0)), BACK_SECONDS)
+
+
+def test_a_demoted_server_is_left(switchover: Switchover, start_node: StartNode) -> None:
+    nodes = [start_node(store_url=switchover.url) for _ in range(2)]
+    before, during, after, claimed = (key() for _ in range(4))
+    tensor = torch.randn(50)
+    with nodes[0].client() as here, nodes[1].client() as there:
+        with_store(*nodes)
+        there.insert(before, tensor)
+        wait_until(lambda: here.has_caches([before], timeout=1.0)[0], BACK_SECONDS)
+        with_all_written(*nodes)
+        switchover.demote()
+        there.insert(during, tensor)
+        wait_until(lambda: refusals(switchover.old.port, "READONLY") > 0, BACK_SECONDS)
+        switchover.lead_to_the_new_one()
+        waited = wait_until(lambda: not clients(switchover.old.port), BACK_SECONDS, "all left it")
+        with_all_written(*nodes)
+        print(f"the old server was left after {waited:.2f} s")
+        there.insert(after, tensor)
+        for name in (before, during, after):
+            found = here.select(name, timeout=scaled(BACK_SECONDS))
+            assert found is not None
+            assert torch.equal(found, tensor)
+        assert there.claim(claimed, lease_seconds=60.0).granted
+        assert not here.claim(claimed, lease_seconds=60.0).granted
+        records = [layout.record(NAMESPACE, name.text) for name in (before, during, after)]
+        assert switchover.new.command("EXISTS", *records) == len(records)
+        wait_until(lambda: all(node.stats()["store_up"] for node in nodes), BACK_SECONDS)
+
+
+def with_all_written(*nodes: NodeProcess) -> None:
+    for node in nodes:
+        wait_until(lambda n=node: n.stats()["unpublished"] == 0, BACK_SECONDS)  # type: ignore[misc]
+
+
+def wait_for_beats(url: str, nodes: Sequence[NodeProcess], count: int) -> None:
+    """So many beats later: a node that noticed a loss with one has acted on it with the next."""
+
+    def sequences() -> list[int]:
+        beats = [command(url, "HGET", layout.NODES, node.node_id) for node in nodes]
+        return [int(beat.rpartition(b":")[2]) for beat in beats]
+
+    due = [sequence + count for sequence in sequences()]
+    wait_until(
+        lambda: all(now >= then for now, then in zip(sequences(), due, strict=True)), BACK_SECONDS
+    )
 
 
 @pytest.mark.alone
@@ -321,6 +431,42 @@ def test_a_full_store_makes_no_node_dead(start_server: StartServer, start_node: 
         time.sleep(0.05)
     pair.expect(pair.here, name, torch.ones(3))
     pair.end()
+
+
+@pytest.mark.parametrize("mirror", [True, False])
+@pytest.mark.parametrize("scheme", ["redis", "redis-cluster"])
+def test_a_node_that_ends_in_the_middle_of_a_dial(scheme: str, mirror: bool) -> None:
+    """In Python's development mode: see test_shutdown.py."""
+    directory = Path(tempfile.mkdtemp(prefix="lbt-"))  # short enough for a unix socket
+    with Blackhole() as nobody:
+        settings = BufferConfig.of(
+            {
+                "directory": directory,
+                "store_url": f"{scheme}://127.0.0.1:{nobody.port}",
+                "store_timeout_seconds": TIMEOUT_SECONDS_MAX,
+                "capacity_bytes": 16 * MIB,
+                "mirror": mirror,
+            }
+        )
+        node = subprocess.Popen(
+            [sys.executable, "-X", "dev", "-W", "error", "-m", "lookup_buffer.node.main"],
+            stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+        assert node.stdin is not None
+        node.stdin.write(to_json(settings))
+        node.stdin.close()
+        node.stdin = None
+        try:
+            wait_until(lambda: settings.socket_path().exists() or node.poll() is not None, 20.0)
+            time.sleep(0.5)  # its threads dial
+            node.terminate()
+            _, said = node.communicate(timeout=scaled(TIMEOUT_SECONDS_MAX))
+        finally:
+            node.kill()
+            shutil.rmtree(directory)
+    # A step of the loop that took 0.1 s, as on a busy machine, is reported too.
+    lines = [line for line in said.splitlines() if "WARNING: Executing <" not in line]
+    assert (node.returncode, lines) == (0, [])
 
 
 def test_no_store_at_the_start(start_node: StartNode, tmp_path: Path) -> None:

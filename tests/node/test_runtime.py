@@ -19,27 +19,12 @@ import lookup_buffer
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import LookupBufferError, NodeRefused, NodeUnavailable
-from nodes import MIB, ClientProcess, key, wait_until
+from nodes import MIB, ClientProcess, key, node_pids, wait_until
 from patience import quickest, scaled
 from servers import alive
 from store import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def node_pids(directory: Path) -> list[int]:
-    """The processes that hold the node's lock in `directory`: found by what they have open."""
-    lock = str(directory / "node.lock")
-    return sorted(
-        {int(file.parts[2]) for file in Path("/proc").glob("[0-9]*/fd/*") if _is(file, lock)}
-    )
-
-
-def _is(link: Path, target: str) -> bool:
-    try:
-        return str(link.readlink()) == target
-    except OSError:
-        return False  # closed meanwhile
 
 
 @pytest.fixture

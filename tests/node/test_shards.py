@@ -1,6 +1,7 @@
 """A shard of the store's cluster is frozen: nodes continue with the keys of the others."""
 
 import secrets
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -157,6 +158,42 @@ def test_copies_are_published_while_the_nodes_own_description_cannot_be(
             assert "the description of this node was not written" in unlucky.log_text()
         described = layout.node(unlucky.node_id)
         wait_until(lambda: own_cluster.owner(described).command("TTL", described) > 86395, 15.0)
+
+
+def test_publications_on_other_shards_do_not_wait(
+    own_cluster: ValkeyCluster, shard: Shard, start_node: StartNode
+) -> None:
+    node = start(
+        start_node, own_cluster, node_id=shard.node_id(here=False),
+        store_timeout_seconds=SLOW_SECONDS,
+    )  # fmt: skip
+    lost, others = shard.keys(30, here=True), shard.keys(31, here=False)
+    with node.client() as producer:
+        for name in (*shard.keys(1, here=True), *shard.keys(1, here=False)):
+            producer.insert(name, torch.ones(3))
+        wait_until(lambda: node.stats()["unpublished"] == 0, 5.0, "it is connected to both")
+        with shard.frozen():
+            producer.insert(lost[0], torch.ones(3))
+            _seconds_to_publish(own_cluster, producer, others[0])  # may wait: nobody knows yet
+            took = []
+            for one, other in zip(lost[1:], others[1:], strict=False):
+                producer.insert(one, torch.ones(3))
+                took.append(_seconds_to_publish(own_cluster, producer, other))
+            stats = node.stats()
+            assert (stats["unpublished"], stats["store_up"]) == (len(lost), 1)
+            print(f"{statistics.median(took):.4f} s in the middle, at most {max(took):.3f} s")
+            assert statistics.median(took) < 0.5, "a breaker would pause for a second"
+        wait_until(lambda: node.stats()["unpublished"] == 0, 15.0)
+        for name in lost:
+            record = layout.record(NAMESPACE, name.text)
+            assert own_cluster.owner(record).command("EXISTS", record)
+
+
+def _seconds_to_publish(cluster: ValkeyCluster, producer: LookupBuffer, name: TensorKey) -> float:
+    record = layout.record(NAMESPACE, name.text)
+    with cluster.owner(record).connect() as server:
+        producer.insert(name, torch.ones(3))
+        return wait_until(lambda: server("EXISTS", record), 2 * SLOW_SECONDS, "it is published")
 
 
 def test_a_key_reported_as_stored_is_found_despite_earlier_look_ups(

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from contract_store import BOOT
 from device_ends import LIBRARY, PORT, Told
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.pools import Pools
@@ -17,6 +16,7 @@ from lookup_buffer.protocol.messages import SeenPool
 from memory_store import MemoryStore
 from nodes import NodeProcess, node_pair, wait_until, with_store
 from store import POOLS_MAX, EmbeddedServer, NodeInfo, PoolEndpoint, open_store
+from store.testing.samples import BOOT
 
 __all__ = ["node_pair"]
 FIRST, SECOND, THIRD = "01" * 6, "02" * 6, "03" * 6

@@ -29,6 +29,7 @@ from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.gloo import GlooCommunicator
 from lookup_buffer.pipes.inbox import Inbox
 from lookup_buffer.pipes.pair import Exchange, PairLink
+from lookup_buffer.pipes.redis_dial import dial
 from lookup_buffer.pipes.redis_link import RedisLink, Session
 from lookup_buffer.pipes.remote_end import RemoteEnd
 from lookup_buffer.pipes.resp import Resp3Connection
@@ -41,7 +42,6 @@ from lookup_buffer.protocol.stream import FramedSocket
 from patience import scaled
 from raw_ends import RawEnd, hostile, offer
 from store import EmbeddedServer
-from store.dialling import dial
 
 __all__ = ["closing"]
 HOSTILE = hostile("frames", "pipe")

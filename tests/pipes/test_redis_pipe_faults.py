@@ -11,12 +11,12 @@ import pytest
 from contract_pipe import LARGE, SMALL, SOON_SECONDS, Threads, block, closing, same, threads
 from lookup_buffer.errors import ConfigError, PipeBroken, PipeError, PipeTimeout
 from lookup_buffer.pipes import PipeLimits, open_pipe
+from lookup_buffer.pipes.redis_dial import dial
 from lookup_buffer.pipes.redis_link import CHECK_SECONDS, CHUNK_BYTES, RedisLink, Session
 from lookup_buffer.pipes.resp import Resp3Connection
 from patience import quickest
 from servers import PASSWORD, StartServer, TlsServer, flush, frozen
 from store import EmbeddedServer
-from store.dialling import dial
 
 __all__ = ["closing", "threads"]
 URI = "{}?pipe=faults"

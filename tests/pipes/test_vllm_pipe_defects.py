@@ -68,11 +68,11 @@ from lookup_buffer.errors import (
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.io import FrameWriter
 from lookup_buffer.pipes.outbox import Outbox
+from lookup_buffer.pipes.redis_dial import dial
 from lookup_buffer.pipes.resp import Resp3Connection
 from lookup_buffer.protocol.stream import FramedSocket
 from raw_ends import RawEnd, hostile
 from store import EmbeddedServer
-from store.dialling import dial
 
 __all__ = ["closing", "ends", "make_ends", "threads"]
 SILENCE_SECONDS = 2.0

@@ -33,8 +33,16 @@ import pytest
 
 from patience import scaled
 from servers import StartServer, command
-from store import ClaimAnswer, ClaimState, Location, Publication, Record, StoreError, open_store
-from store.redis_store import RedisStore
+from store import (
+    ClaimAnswer,
+    ClaimState,
+    Location,
+    Publication,
+    Record,
+    StoreError,
+    open_async_store,
+    open_store,
+)
 
 pytestmark = pytest.mark.part(name="soaks")
 
@@ -155,12 +163,13 @@ class Process:
     def __init__(self, url: str, namespace: str, seed: int) -> None:
         self.seed = seed
         self.namespace = namespace
-        store = open_store(url, call_timeout_seconds=2.0)
-        assert isinstance(store, RedisStore)
-        self.store = store
+        self._of_mirror = open_async_store(url, call_timeout_seconds=2.0)
+        self.store = open_store(url, call_timeout_seconds=2.0)
         self._threads = ThreadPoolExecutor(CONTENDERS)
         self._loop = asyncio.get_running_loop()
-        self.mirror = store.mirror(self._loop, ThreadPoolExecutor(1))
+        mirrored = self._of_mirror.mirror()
+        assert mirrored is not None
+        self.mirror, _ = mirrored
         self._holding: dict[str, tuple[str, float, float]] = {}
 
     async def call(self, function: Callable[[], Answer]) -> Answer | None:

@@ -10,29 +10,32 @@ each with a line of JSON. `work N` does N random operations while its mirror is 
 
 import asyncio
 import json
+import os
 import random
+import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
-
-from patience import scaled
-from store import Location, Publishing, Record, StoreError, Withdrawing, open_store
-from store.base import Found
-from store.redis_store import RedisStore
-
-if TYPE_CHECKING:
-    from store.mirror import Mirror
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from patience import scaled
 from servers import StartServer, command
-from store import EmbeddedServer
+from store import (
+    EmbeddedServer,
+    Location,
+    Publishing,
+    Record,
+    StoreError,
+    Withdrawing,
+    open_store,
+)
+from store.base import Found
+from store.mirror import RedisMirror
+from store.topology import open_topology
+from store.url import parse
 
 pytestmark = pytest.mark.part(name="soaks")
 
@@ -49,15 +52,16 @@ class Soaker:
         self._node = f"node-{seed}"
         self._namespace = namespace
         self._generation = 0
-        store = open_store(url, call_timeout_seconds=2.0)
-        assert isinstance(store, RedisStore)
-        self._store = store
-        self._mirror: Mirror | None = None
+        self._url = url
+        self._store = open_store(url, call_timeout_seconds=2.0)
+        self._mirror: RedisMirror | None = None
 
     async def open(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._mirror = self._store.mirror(loop, ThreadPoolExecutor(1))
-        self._mirror._age_seconds_max = 1e9  # only pushes may correct what is wrong
+        topology = open_topology(
+            parse(self._url), call_timeout_seconds=2.0, connect_timeout_seconds=0.25, name="mirror"
+        )
+        # Only pushes may correct what is wrong.
+        self._mirror = RedisMirror(topology, age_seconds_max=1e9)
         self._mirror._entries.absent_seconds_max = 1e9
 
     def change(self) -> int:

@@ -2,13 +2,13 @@
 
 import time
 
-from contract_store import a_location, a_record
 from mirrors import Mirroring
 from servers import command
 from store import EmbeddedServer
 from store.entries import ABSENT_SECONDS_MAX, Entries
-from store.lane import TrackedConnection
 from store.record import Record
+from store.testing.samples import a_location, a_record
+from store.tracking import TrackedConnection
 
 MANY = 50_000
 NAMESPACE = "ns"

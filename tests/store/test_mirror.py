@@ -6,14 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 
 import pytest
 
-from contract_store import a_location, a_record
 from mirrors import HASTY_SECONDS, Mirroring, kill_tracked
 from nodes import wait_until
+from server_clients import Monitor, place_of, records_read
 from servers import StartServer, alive, command, flush, frozen, valkey_executable
-from store import EmbeddedServer, MetadataStore, StoreUnavailable, layout, open_store
+from store import BlockingStore, EmbeddedServer, Record, StoreUnavailable, layout, open_store
+from store.testing.samples import a_location, a_record
 
 PUSHED_SECONDS = 0.5
 """A push takes a fraction of a millisecond on an idle machine."""
@@ -22,7 +24,7 @@ RECOVERED_SECONDS = 2.0
 
 
 @pytest.fixture
-def store(valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
+def store(valkey_server: EmbeddedServer) -> Iterator[BlockingStore]:
     flush(valkey_server.url)
     with open_store(valkey_server.url, call_timeout_seconds=5.0) as store:
         yield store
@@ -34,7 +36,7 @@ def mirroring(valkey_server: EmbeddedServer) -> Iterator[Mirroring]:
         yield mirroring
 
 
-def publish(store: MetadataStore, namespace: str, key: str, *, ttl_seconds: float = 60.0) -> None:
+def publish(store: BlockingStore, namespace: str, key: str, *, ttl_seconds: float = 60.0) -> None:
     store.publish(a_record(namespace, key), a_location(), ttl_seconds=ttl_seconds)
 
 
@@ -42,7 +44,7 @@ def publish(store: MetadataStore, namespace: str, key: str, *, ttl_seconds: floa
 
 
 def test_an_absent_record_appears_and_is_removed_again(
-    mirroring: Mirroring, store: MetadataStore, namespace: str
+    mirroring: Mirroring, store: BlockingStore, namespace: str
 ) -> None:
     assert mirroring.has(namespace, "k") is False
     assert mirroring.knows(namespace, "k")
@@ -65,6 +67,27 @@ def test_an_answer_that_is_known_costs_no_round_trip(
     assert _commands(valkey_server.url) - before < 10, "beside looking at the figure, a PING"
 
 
+def test_a_renewal_in_the_first_half_of_a_records_life_is_not_pushed(
+    mirroring: Mirroring, store: BlockingStore, namespace: str
+) -> None:
+    keys = [f"k{n}" for n in range(300)]
+    for key in keys:
+        publish(store, namespace, key)
+    mirroring.ask(namespace, keys)
+    for _ in range(3):
+        for key in keys:
+            publish(store, namespace, key)
+        # Pushes come in order: this one comes after those of the renewals.
+        assert mirroring.has(namespace, "last") is False
+        publish(store, namespace, "last")
+        wait_until(lambda: not mirroring.knows(namespace, "last"), PUSHED_SECONDS, "a push")
+        store.withdraw(namespace, "last", "node-1", reason="evicted")
+        assert all(mirroring.knows(namespace, key) for key in keys)
+        assert mirroring.has(namespace, "last") is False
+    publish(store, namespace, keys[0], ttl_seconds=200.0)  # less than half of it is left
+    wait_until(lambda: not mirroring.knows(namespace, keys[0]), PUSHED_SECONDS, "a push")
+
+
 def _commands(url: str) -> int:
     info = command(url, "INFO", "stats").decode()
     return int(info.partition("total_commands_processed:")[2].split()[0])
@@ -84,7 +107,7 @@ def _commands(url: str) -> int:
 )
 def test_every_end_of_a_record_is_pushed(
     mirroring: Mirroring,
-    store: MetadataStore,
+    store: BlockingStore,
     valkey_server: EmbeddedServer,
     namespace: str,
     ends: Callable[[str, str], bytes],
@@ -99,7 +122,7 @@ def test_every_end_of_a_record_is_pushed(
 
 
 def test_keys_without_a_valid_record_are_watched_too(
-    mirroring: Mirroring, store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    mirroring: Mirroring, store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     name = layout.record(namespace, "k")
     command(valkey_server.url, "SET", name, "something foreign")
@@ -134,7 +157,7 @@ def _exists(url: str, namespace: str, key: str) -> bool:
 
 
 def test_a_watch_reports_records_and_claims(
-    mirroring: Mirroring, store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    mirroring: Mirroring, store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     claim = layout.claim(namespace, "k")
     watching = mirroring.watch(namespace, "k")
@@ -164,7 +187,7 @@ def test_a_watch_reports_records_and_claims(
 
 
 def test_many_watches_on_one_key_and_one_that_ends_itself(
-    mirroring: Mirroring, store: MetadataStore, namespace: str
+    mirroring: Mirroring, store: BlockingStore, namespace: str
 ) -> None:
     many = [mirroring.watch(namespace, "k") for _ in range(300)]
     for watching in many:
@@ -181,7 +204,7 @@ def test_many_watches_on_one_key_and_one_that_ends_itself(
 
 
 def test_an_exception_in_a_watcher_does_not_affect_others(
-    mirroring: Mirroring, store: MetadataStore, namespace: str
+    mirroring: Mirroring, store: BlockingStore, namespace: str
 ) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
@@ -221,7 +244,7 @@ def test_no_entry_is_older_than_allowed(valkey_server: EmbeddedServer, namespace
 
 
 def test_after_a_lost_connection_watched_keys_are_read_again(
-    mirroring: Mirroring, store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    mirroring: Mirroring, store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     publish(store, namespace, "there")
     assert [mirroring.has(namespace, key) for key in ("there", "absent")] == [True, False]
@@ -273,6 +296,41 @@ def test_a_paused_server(server: EmbeddedServer, namespace: str) -> None:
         mirroring.wait_to_know(namespace, "other", there=False, seconds=RECOVERED_SECONDS)
 
 
+@pytest.mark.parametrize("pause_ms", [300, 1000])
+def test_a_late_answer_costs_no_entries(
+    server: EmbeddedServer, namespace: str, pause_ms: int
+) -> None:
+    keys = [f"k{n}" for n in range(300)]
+    names = {layout.record(namespace, key) for key in keys}
+    with (
+        open_store(server.url, call_timeout_seconds=5.0) as other,
+        Mirroring(server.url, call_seconds=0.25) as mirroring,
+        Monitor(place_of(server.url)) as monitor,
+    ):
+        for key in keys:
+            publish(other, namespace, key)
+
+        def hits() -> int:
+            return sum(isinstance(found, Record) for found in mirroring.ask(namespace, keys))
+
+        wait_until(lambda: hits() == len(keys), 5.0, "all are read")
+        monitor.commands()
+        new = count()
+
+        def an_answer_is_late() -> bool:
+            command(server.url, "CLIENT", "PAUSE", pause_ms, "ALL")
+            is_late = mirroring.has(namespace, f"new{next(new)}") is None
+            assert hits() == len(keys), "during the pause"
+            return is_late
+
+        wait_until(an_answer_is_late, 5.0)
+        mirroring.wait_to_know(namespace, "after", there=False, seconds=RECOVERED_SECONDS)
+        assert hits() == len(keys), "after the pause"
+        assert not names & set(records_read(monitor.commands()))
+        other.withdraw(namespace, "k0", "node-1", reason="evicted")
+        mirroring.wait_to_know(namespace, "k0", there=False, seconds=RECOVERED_SECONDS)
+
+
 def test_a_killed_server_that_comes_back_empty(server: EmbeddedServer, namespace: str) -> None:
     with Mirroring(server.url) as mirroring:
         publish(mirroring.store, namespace, "k")
@@ -308,7 +366,7 @@ def test_a_server_that_refuses_tracking_is_logged(server: EmbeddedServer, namesp
 
 
 def test_a_request_larger_than_the_socket_buffer(
-    valkey_server: EmbeddedServer, store: MetadataStore, namespace: str
+    valkey_server: EmbeddedServer, store: BlockingStore, namespace: str
 ) -> None:
     keys = [f"{n:064x}" + "x" * 60 for n in range(2000)]
     with Mirroring(valkey_server.url) as mirroring:

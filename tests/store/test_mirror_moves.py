@@ -2,16 +2,25 @@
 
 import time
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 
-from clusters import Sentinels, ValkeyCluster, slot_of
-from contract_store import a_location, a_record
+from clusters import (
+    FIRST_SLOTS,
+    SLOTS,
+    Sentinels,
+    ValkeyCluster,
+    names_in_slots,
+    slot_of,
+)
 from mirrors import HASTY_SECONDS, MARGIN_SECONDS, Mirroring
 from nodes import wait_until
 from patience import scaled
+from server_clients import Monitor, records_read, refusals
 from servers import ServerProcess
-from store import MetadataStore, layout, open_store
+from store import BlockingStore, Record, layout, open_store
+from store.testing.samples import a_location, a_record
 
 TRUE_SECONDS = 1.5
 """A check of the topology each second, and the time to read again."""
@@ -20,7 +29,7 @@ KEYS = [f"k{n}" for n in range(24)]
 
 
 @pytest.fixture
-def other(request: pytest.FixtureRequest) -> Iterator[MetadataStore]:
+def other(request: pytest.FixtureRequest) -> Iterator[BlockingStore]:
     """Another process' store, so that the mirror's own store gets changes from servers
     only.
     """
@@ -30,7 +39,7 @@ def other(request: pytest.FixtureRequest) -> Iterator[MetadataStore]:
         yield store
 
 
-def publish(store: MetadataStore, namespace: str, key: str, generation: int = 1) -> None:
+def publish(store: BlockingStore, namespace: str, key: str, generation: int = 1) -> None:
     store.publish(a_record(namespace, key), a_location(generation=generation))
 
 
@@ -46,15 +55,12 @@ def move(cluster: ValkeyCluster, slot: int, target: ServerProcess, how: str) -> 
     if how == "key by key":
         cluster.move_slot(slot, target)
         return
-    source = cluster.owner(slot)
-    node = target.command("CLUSTER", "MYID")
-    source.command("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", node)
-    wait_until(lambda: cluster.owner(slot) is target, 10.0, "the slot has moved")
+    cluster.move_slots(slot, slot, target)
 
 
 @pytest.mark.parametrize("how", ["key by key", "at once"])
 def test_entries_of_a_moved_slot_are_corrected(
-    valkey_cluster: ValkeyCluster, other: MetadataStore, namespace: str, how: str
+    valkey_cluster: ValkeyCluster, other: BlockingStore, namespace: str, how: str
 ) -> None:
     masters, owners = where_all_are(valkey_cluster, namespace)
     there, absent, watched, waited_for = KEYS[:4]
@@ -88,7 +94,7 @@ def test_entries_of_a_moved_slot_are_corrected(
 
 @pytest.mark.parametrize("how", ["key by key", "at once"])
 def test_an_empty_slot_moves_without_a_redirection(
-    valkey_cluster: ValkeyCluster, other: MetadataStore, namespace: str, how: str
+    valkey_cluster: ValkeyCluster, other: BlockingStore, namespace: str, how: str
 ) -> None:
     """The old master has nothing to push and gets no request: only a check of the slot map shows
     it.
@@ -105,8 +111,59 @@ def test_an_empty_slot_moves_without_a_redirection(
     move(valkey_cluster, slot, source, how)
 
 
+@pytest.mark.parametrize("how", ["key by key", "at once"])
+def test_the_move_of_an_empty_slot_costs_no_entries(
+    valkey_cluster: ValkeyCluster, other: BlockingStore, namespace: str, how: str
+) -> None:
+    keys = [f"k{n}" for n in range(300)]
+    masters = valkey_cluster.masters()
+    ours = {slot_of(layout.record(namespace, key)) for key in keys}
+    absent = next(n for n in count() if slot_of(layout.record(namespace, f"absent{n}")) not in ours)
+    slot = slot_of(layout.record(namespace, f"absent{absent}"))
+    source = valkey_cluster.owner(slot)
+    target = next(master for master in masters if master is not source)
+    for key in keys:
+        publish(other, namespace, key)
+    with (
+        Mirroring(valkey_cluster.url) as mirroring,
+        Monitor(*(master.port for master in masters)) as monitor,
+    ):
+        assert all(isinstance(found, Record) for found in mirroring.ask(namespace, keys))
+        monitor.commands()
+        move(valkey_cluster, slot, target, how)
+        place = f"127.0.0.1:{target.port}"
+        wait_until(
+            lambda: mirroring.store.place_of(namespace, f"absent{absent}") == place, TRUE_SECONDS
+        )
+        time.sleep(0.1)  # what was dropped would be read again
+        assert all(isinstance(found, Record) for found in mirroring.ask(namespace, keys))
+        assert records_read(monitor.commands()) == []
+        for key in keys:
+            other.withdraw(namespace, key, "node-1", reason="evicted")
+        wait_until(lambda: mirroring.ask(namespace, keys) == [None] * len(keys), TRUE_SECONDS)
+    move(valkey_cluster, slot, source, how)
+
+
+def test_a_question_for_keys_that_moved_is_repeated_once(
+    own_cluster: ValkeyCluster, other: BlockingStore, namespace: str
+) -> None:
+    names = names_in_slots(namespace, 1000, FIRST_SLOTS)
+    for key in names:
+        publish(other, namespace, key)
+    ports = [member.port for member in own_cluster.members]
+    with Mirroring(own_cluster.url) as mirroring:
+        own_cluster.move_slots(FIRST_SLOTS[0], FIRST_SLOTS[-1], own_cluster.owner(SLOTS - 1))
+        refused = sum(refusals(port, "MOVED") for port in ports)
+        with Monitor(*ports) as monitor:
+            found = mirroring.ask(namespace, list(names))
+            assert all(isinstance(one, Record) for one in found)
+            assert sorted(records_read(monitor.commands())) == sorted(names.values())
+        # None at all if the mirror's check of each second came first.
+        assert sum(refusals(port, "MOVED") for port in ports) - refused in (0, len(names))
+
+
 def test_while_a_slot_moves_only_its_missing_keys_are_unknown(
-    valkey_cluster: ValkeyCluster, other: MetadataStore, namespace: str
+    valkey_cluster: ValkeyCluster, other: BlockingStore, namespace: str
 ) -> None:
     masters, owners = where_all_are(valkey_cluster, namespace)
     slot = slot_of(layout.record(namespace, "k0"))
@@ -127,7 +184,7 @@ def test_while_a_slot_moves_only_its_missing_keys_are_unknown(
 
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
 def test_a_master_of_a_cluster_fails(
-    own_cluster: ValkeyCluster, other: MetadataStore, namespace: str, fault: str
+    own_cluster: ValkeyCluster, other: BlockingStore, namespace: str, fault: str
 ) -> None:
     for member in own_cluster.members:
         member.command("CONFIG", "SET", "cluster-require-full-coverage", "no")
@@ -162,7 +219,7 @@ def test_a_master_of_a_cluster_fails(
         watching.cancel()
 
 
-def _published(store: MetadataStore, namespace: str) -> bool:
+def _published(store: BlockingStore, namespace: str) -> bool:
     try:
         publish(store, namespace, "k0")
     except Exception:
@@ -172,7 +229,7 @@ def _published(store: MetadataStore, namespace: str) -> bool:
 
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
 def test_the_master_behind_sentinels_fails(
-    own_sentinels: Sentinels, other: MetadataStore, namespace: str, fault: str
+    own_sentinels: Sentinels, other: BlockingStore, namespace: str, fault: str
 ) -> None:
     old, new = own_sentinels.master(), own_sentinels.replica()
     publish(other, namespace, "there")

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from contract_store import a_location, a_record
 from hypothesis_profiles import examples
 from mirrors import Mirroring, Watching, kill_tracked
 from nodes import wait_until
 from servers import command, flush
-from store import EmbeddedServer, MetadataStore, StoreUnavailable, layout, open_store
+from store import BlockingStore, EmbeddedServer, StoreUnavailable, layout, open_store
+from store.testing.samples import a_location, a_record
 
 KEYS = 4
 QUIET_SECONDS = 3.0
@@ -33,7 +33,7 @@ STEPS = st.lists(
 
 
 @pytest.fixture
-def racing(valkey_server: EmbeddedServer) -> Iterator[tuple[MetadataStore, Mirroring, str]]:
+def racing(valkey_server: EmbeddedServer) -> Iterator[tuple[BlockingStore, Mirroring, str]]:
     with (
         open_store(valkey_server.url, call_timeout_seconds=5.0) as store,
         Mirroring(valkey_server.url, age_seconds_max=1e9) as mirroring,
@@ -48,7 +48,7 @@ def racing(valkey_server: EmbeddedServer) -> Iterator[tuple[MetadataStore, Mirro
 )
 @given(of_the_store=STEPS, of_the_mirror=STEPS)
 def test_after_a_pause_the_mirror_equals_redis(
-    racing: tuple[MetadataStore, Mirroring, str],
+    racing: tuple[BlockingStore, Mirroring, str],
     of_the_store: list[Step],
     of_the_mirror: list[Step],
 ) -> None:
@@ -99,7 +99,7 @@ def test_after_a_pause_the_mirror_equals_redis(
 
 def _do(
     step: Step,
-    store: MetadataStore,
+    store: BlockingStore,
     mirroring: Mirroring,
     url: str,
     namespace: str,

@@ -7,32 +7,26 @@ from contextlib import suppress
 import pytest
 
 from clusters import ValkeyCluster, slot_of
-from contract_store import StoreContract, a_location, a_record
-from contract_store_claims import ClaimContract
-from contract_store_devices import DeviceContract
-from contract_store_nodes import NodeContract
-from contract_store_reasons import ReasonContract
-from contract_store_sole import SoleContract
 from servers import patient
-from store import MetadataStore, Publication, Record, StoreUnavailable, layout
+from store import BlockingStore, Publication, Record, StoreUnavailable, layout
+from store.testing import BrowsingContract, CoreContract
+from store.testing.samples import a_location, a_record
 
 
-class TestClusterStore(
-    StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract, DeviceContract
-):
+class TestClusterStore(CoreContract, BrowsingContract):
     @pytest.fixture
-    def store(self, valkey_cluster: ValkeyCluster) -> Iterator[MetadataStore]:
+    def store(self, valkey_cluster: ValkeyCluster) -> Iterator[BlockingStore]:
         with patient(valkey_cluster.url) as store:
             yield store
 
-    def test_ping_and_info(self, store: MetadataStore) -> None:
+    def test_ping_and_info(self, store: BlockingStore) -> None:
         assert 0 <= store.ping() < 5
         info = store.server_info()
         assert (info.product, info.mode) == ("valkey", "cluster")
 
 
 @pytest.fixture
-def store(valkey_cluster: ValkeyCluster) -> Iterator[MetadataStore]:
+def store(valkey_cluster: ValkeyCluster) -> Iterator[BlockingStore]:
     with patient(valkey_cluster.url) as store:
         yield store
 
@@ -44,7 +38,7 @@ def test_the_keys_of_one_item_lie_on_one_server(namespace: str) -> None:
 
 
 def test_records_lie_on_all_masters(
-    store: MetadataStore, valkey_cluster: ValkeyCluster, namespace: str
+    store: BlockingStore, valkey_cluster: ValkeyCluster, namespace: str
 ) -> None:
     keys = [f"k{n}" for n in range(60)]
     for key in keys:
@@ -57,7 +51,7 @@ def test_records_lie_on_all_masters(
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_slot_while_it_moves_and_afterwards(
-    store: MetadataStore, valkey_cluster: ValkeyCluster, namespace: str, known: bool
+    store: BlockingStore, valkey_cluster: ValkeyCluster, namespace: str, known: bool
 ) -> None:
     def on_its_way() -> None:
         (found,) = store.locate(namespace, ["k"])
@@ -106,7 +100,7 @@ def test_the_first_seeds_may_be_dead(own_cluster: ValkeyCluster, namespace: str)
         assert store.locate(namespace, ["k"]) != [None]
 
 
-def _in_time(store: MetadataStore, namespace: str, keys: list[str]) -> list[Record | None]:
+def _in_time(store: BlockingStore, namespace: str, keys: list[str]) -> list[Record | None]:
     """Locate until the store has found the servers; the first calls may fail."""
     for _ in range(50):
         with suppress(StoreUnavailable):

@@ -6,21 +6,15 @@ from collections.abc import Iterator
 import pytest
 
 from clusters import SERVICE, Sentinels
-from contract_store import StoreContract, a_location, a_record
-from contract_store_claims import ClaimContract
-from contract_store_devices import DeviceContract
-from contract_store_nodes import NodeContract
-from contract_store_reasons import ReasonContract
-from contract_store_sole import SoleContract
 from servers import patient
-from store import MetadataStore, Record, StoreUnavailable
+from store import BlockingStore, Record, StoreUnavailable
+from store.testing import BrowsingContract, CoreContract
+from store.testing.samples import a_location, a_record
 
 
-class TestSentinelStore(
-    StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract, DeviceContract
-):
+class TestSentinelStore(CoreContract, BrowsingContract):
     @pytest.fixture
-    def store(self, sentinels: Sentinels) -> Iterator[MetadataStore]:
+    def store(self, sentinels: Sentinels) -> Iterator[BlockingStore]:
         with patient(sentinels.url) as store:
             yield store
 
@@ -73,7 +67,7 @@ def test_an_unknown_service_name(sentinels: Sentinels, namespace: str) -> None:
         assert "'another'" in str(caught.value)
 
 
-def _in_time(store: MetadataStore, namespace: str) -> list[Record | None]:
+def _in_time(store: BlockingStore, namespace: str) -> list[Record | None]:
     """Locate until the store has found the servers; the first calls may fail."""
     for _ in range(50):
         try:

@@ -1,60 +1,59 @@
 """RedisStore: the contract on real servers, and the keys that it writes there."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from contract_store import BOOT, StoreContract, a_location, a_record
-from contract_store_claims import ClaimContract, ask
-from contract_store_devices import DeviceContract
-from contract_store_nodes import NodeContract
-from contract_store_reasons import ReasonContract
-from contract_store_sole import SoleContract
 from servers import command, flush, patient
 from store import (
     LOCATIONS_MAX,
+    BlockingStore,
     ClaimState,
     EmbeddedServer,
-    MetadataStore,
     Publication,
     Publishing,
     Withdrawing,
     layout,
+    open_store,
 )
+from store.testing import BrowsingContract, CoreContract
+from store.testing.claims import ask
+from store.testing.samples import BOOT, a_location, a_record
 
 
-class TestValkeyStore(
-    StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract, DeviceContract
-):
+class TestValkeyStore(CoreContract, BrowsingContract):
     @pytest.fixture
-    def store(self, valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
+    def store(self, valkey_server: EmbeddedServer) -> Iterator[BlockingStore]:
         flush(valkey_server.url)
         with patient(valkey_server.url) as store:
             yield store
 
 
-class TestRedis70Store(
-    StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract, DeviceContract
-):
+class TestRedis70Store(CoreContract, BrowsingContract):
     @pytest.fixture
-    def store(self, redis_server: EmbeddedServer) -> Iterator[MetadataStore]:
+    def store(self, redis_server: EmbeddedServer) -> Iterator[BlockingStore]:
         flush(redis_server.url)
         with patient(redis_server.url) as store:
             yield store
 
 
 @pytest.fixture
-def store(valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
+def store(valkey_server: EmbeddedServer) -> Iterator[BlockingStore]:
     flush(valkey_server.url)
     with patient(valkey_server.url) as store:
         yield store
+
+
+def test_a_single_server_says_so(store: BlockingStore) -> None:
+    assert store.server_info().mode == "standalone"
 
 
 # ---- the documented layout, as redis-cli shows it
 
 
 def test_the_layout_is_as_documented(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     url = valkey_server.url
     store.publish(a_record(namespace, "k"), a_location(), ttl_seconds=1800)
@@ -85,7 +84,7 @@ def test_the_layout_is_as_documented(
 
 
 def test_a_record_of_four_copies_stays_compact(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     key = "f" * 64
     name = layout.record(namespace, key)
@@ -108,7 +107,7 @@ def test_the_keys_of_one_item_share_a_slot(valkey_server: EmbeddedServer) -> Non
 
 
 def test_a_colliding_name_is_a_miss_and_a_conflict(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     mine = "x" * 300
     store.publish(a_record(namespace, mine), a_location())
@@ -134,7 +133,7 @@ def test_a_colliding_name_is_a_miss_and_a_conflict(
     ],
 )  # fmt: skip
 def test_a_garbled_record_is_a_miss(
-    store: MetadataStore,
+    store: BlockingStore,
     valkey_server: EmbeddedServer,
     namespace: str,
     field: str,
@@ -151,7 +150,7 @@ def test_a_garbled_record_is_a_miss(
 
 
 def test_a_record_with_a_field_missing_is_published_anew(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     store.publish(a_record(namespace, "k"), a_location("node-2"))
     command(valkey_server.url, "HDEL", layout.record(namespace, "k"), "dtype")
@@ -162,7 +161,7 @@ def test_a_record_with_a_field_missing_is_published_anew(
 
 
 def test_one_garbled_copy_does_not_hide_the_others(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     store.publish(a_record(namespace, "k"), a_location())
     command(valkey_server.url, "HSET", layout.record(namespace, "k"), "at:node-2", "nonsense")
@@ -172,7 +171,7 @@ def test_one_garbled_copy_does_not_hide_the_others(
 
 
 def test_a_foreign_or_garbled_record_names_no_owner_of_a_hand_off(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     name = layout.record(namespace, "k@r")
     ours = Publishing(a_record(namespace, "k@r"), a_location("node-2"), 60.0, sole=True)
@@ -190,7 +189,7 @@ def test_a_foreign_or_garbled_record_names_no_owner_of_a_hand_off(
 
 
 def test_a_foreign_type_is_a_miss_to_readers_and_a_conflict_to_writers(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     store.publish(a_record(namespace, "good"), a_location())
     command(valkey_server.url, "SET", layout.record(namespace, "bad"), "a string")
@@ -204,7 +203,7 @@ def test_a_foreign_type_is_a_miss_to_readers_and_a_conflict_to_writers(
 
 @pytest.mark.parametrize("value", ["a:1:token-of-old", "a:1:pondering:t", "no colon", ""])
 def test_an_unreadable_claim_is_taken_over(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str, value: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str, value: str
 ) -> None:
     command(valkey_server.url, "SET", layout.claim(namespace, "k"), value, "PX", 60_000)
     assert ask(store, namespace, "b").granted
@@ -212,7 +211,7 @@ def test_an_unreadable_claim_is_taken_over(
 
 
 def test_a_claim_without_an_end_is_taken_over(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     command(valkey_server.url, "SET", layout.claim(namespace, "k"), "a:1:encoding:t")
     assert ask(store, namespace, "b", 9).granted
@@ -225,7 +224,7 @@ def test_a_claim_without_an_end_is_taken_over(
     ids=["foreign type", "colliding", "incomplete", "other version"],
 )
 def test_a_claim_is_granted_beside_an_invalid_record(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str, garble: tuple[str, ...]
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str, garble: tuple[str, ...]
 ) -> None:
     key = "a key whose name is a hash"
     store.publish(a_record(namespace, key), a_location())
@@ -237,7 +236,7 @@ def test_a_claim_is_granted_beside_an_invalid_record(
 
 @pytest.mark.parametrize("value", ["no beat", f"{BOOT}:", ":3", f"{BOOT}:-1", "b:" + "9" * 20])
 def test_an_unreadable_beat_occupies_no_id(
-    store: MetadataStore, valkey_server: EmbeddedServer, value: str
+    store: BlockingStore, valkey_server: EmbeddedServer, value: str
 ) -> None:
     command(valkey_server.url, "HSET", "lb:nodes", "node-1", value)
     assert not store.beat("node-1", BOOT[:15], 1)
@@ -245,7 +244,7 @@ def test_an_unreadable_beat_occupies_no_id(
 
 
 def test_a_batch_takes_one_round_trip_and_survives_a_script_flush(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     many = [Publishing(a_record(namespace, f"k{n}"), a_location(), 60.0) for n in range(64)]
     store.publish_many(many)
@@ -262,7 +261,7 @@ def test_a_batch_takes_one_round_trip_and_survives_a_script_flush(
 
 
 def test_one_foreign_key_in_a_batch_does_not_block_the_others(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     command(valkey_server.url, "SET", layout.record(namespace, "bad"), "a string")
     keys = ["first", "bad", "last"]
@@ -274,7 +273,7 @@ def test_one_foreign_key_in_a_batch_does_not_block_the_others(
 
 
 def test_a_foreign_type_under_a_claims_name_blocks_no_claim(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     claim = layout.claim(namespace, "key")
     command(valkey_server.url, "HSET", claim, "by", "hand")
@@ -287,7 +286,7 @@ def test_a_foreign_type_under_a_claims_name_blocks_no_claim(
 
 
 def test_hit_counts_written_by_hand_are_read_as_numbers(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     scores = ["inf", "a", "-inf", "b", "1e300", "c", "2.5", "d"]
     command(valkey_server.url, "ZADD", layout.hits(namespace), *scores)
@@ -295,7 +294,7 @@ def test_hit_counts_written_by_hand_are_read_as_numbers(
 
 
 def test_scripts_are_loaded_again_after_a_flush(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     store.beat("node-1", BOOT, 1)
     command(valkey_server.url, "SCRIPT", "FLUSH")
@@ -303,7 +302,7 @@ def test_scripts_are_loaded_again_after_a_flush(
 
 
 def test_the_next_beat_detects_a_server_that_lost_its_data(
-    store: MetadataStore, valkey_server: EmbeddedServer
+    store: BlockingStore, valkey_server: EmbeddedServer
 ) -> None:
     store.beat("node-1", BOOT, 1)
     assert store.beat("node-1", BOOT, 2)
@@ -312,7 +311,7 @@ def test_the_next_beat_detects_a_server_that_lost_its_data(
 
 
 def test_scan_pages_through_five_thousand_records(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     for n in range(5000):
         store.publish(a_record(namespace, f"k{n}"), a_location())
@@ -325,8 +324,27 @@ def test_scan_pages_through_five_thousand_records(
     assert len(list(store.scan(limit=1500))) == 1500
 
 
+def test_whoever_reads_a_scan_may_take_longer_than_a_call(
+    valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    flush(valkey_server.url)
+    with open_store(
+        valkey_server.url, call_timeout_seconds=0.5, connect_timeout_seconds=0.5
+    ) as store:
+        records = [a_record(namespace, f"k{n}") for n in range(2500)]
+        for first in range(0, len(records), 500):
+            page = records[first : first + 500]
+            store.publish_many([Publishing(record, a_location(), 60.0) for record in page])
+        found = 0
+        for _ in store.scan(namespace):
+            found += 1
+            if found % 1000 == 0:
+                time.sleep(1.2)
+        assert found == len(records)
+
+
 def test_locate_reads_a_list_in_one_round_trip(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     store.ping()
     command(valkey_server.url, "CONFIG", "RESETSTAT")

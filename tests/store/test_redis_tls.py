@@ -1,23 +1,26 @@
 """RedisStore: the contract over TLS, as a user who may touch `lb:*` and nothing else."""
 
+import shutil
+import ssl
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from contract_store import StoreContract
-from contract_store_claims import ClaimContract
-from contract_store_nodes import NodeContract
-from contract_store_reasons import ReasonContract
+from mirrors import Mirroring
+from nodes import wait_until
 from proxies import Blackhole
 from servers import PASSWORD, TlsServer, patient
-from store import MetadataStore, StoreUnavailable, open_store
+from store import BlockingStore, StoreUnavailable, open_store
+from store.testing import BrowsingContract, CoreContract
 
 
-class TestTlsStore(StoreContract, ClaimContract, NodeContract, ReasonContract):
+class TestTlsStore(CoreContract, BrowsingContract):
     @pytest.fixture
-    def store(self, tls_server: TlsServer) -> Iterator[MetadataStore]:
+    def store(self, tls_server: TlsServer) -> Iterator[BlockingStore]:
         with patient(tls_server.url) as store:
             yield store
 
@@ -25,6 +28,46 @@ class TestTlsStore(StoreContract, ClaimContract, NodeContract, ReasonContract):
 def test_the_password_can_be_passed_beside_the_url(tls_server: TlsServer, namespace: str) -> None:
     with patient(tls_server.url_of(password=""), password=PASSWORD) as store:
         assert store.locate(namespace, ["k"]) == [None]
+
+
+def test_a_renewed_authority_holds_for_new_connections(
+    tls_server: TlsServer, namespace: str, tmp_path: Path
+) -> None:
+    authority = tmp_path / "authority.pem"
+    shutil.copy(tls_server.files.authority, authority)
+    old = f"ssl_ca_certs={tls_server.files.authority}"
+    with patient(tls_server.url.replace(old, f"ssl_ca_certs={authority}")) as store:
+        for file, there in ((tls_server.files.client, False), (tls_server.files.authority, True)):
+            store.locate(namespace, ["k"])
+            shutil.copy(file, authority)
+            assert store.locate(namespace, ["k"]) == [None], "the open connection stays"
+            tls_server.admin("CLIENT", "KILL", "TYPE", "normal")
+            if there:
+                assert store.locate(namespace, ["k"]) == [None]
+            else:
+                with pytest.raises(StoreUnavailable, match=r"(?i)certificate"):
+                    store.locate(namespace, ["k"])
+                shutil.copy(tls_server.files.authority, authority)
+
+
+def test_the_certificates_are_read_once(
+    tls_server: TlsServer, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For twenty dials, half of them of a mirror."""
+    read, load = [], ssl.SSLContext.load_cert_chain
+
+    def load_counted(context: ssl.SSLContext, *args: Any, **options: Any) -> None:
+        read.append(args)
+        load(context, *args, **options)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", load_counted)
+    with patient(tls_server.url) as store, Mirroring(tls_server.url) as mirroring:
+        for _ in range(10):
+            assert store.locate(namespace, ["k"]) == [None]
+            mirroring.wait_to_know(namespace, "k", there=False, seconds=2.0)
+            tls_server.admin("CLIENT", "KILL", "TYPE", "normal")
+            wait_until(lambda: not mirroring.knows(namespace, "k"), 2.0, "it is cut")
+        assert len(read) == 2, "one for each of the two stores"
 
 
 @pytest.mark.parametrize(

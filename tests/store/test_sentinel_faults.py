@@ -8,22 +8,22 @@ from functools import partial
 import pytest
 
 from clusters import Sentinels
-from contract_store import BOOT, a_location, a_record
 from nodes import wait_until
 from patience import quickest
 from servers import ServerProcess, redis_executable, valkey_executable
-from store import MetadataStore, Publication, StoreUnavailable, open_store
+from store import BlockingStore, Publication, StoreUnavailable, open_store
+from store.testing.samples import BOOT, a_location, a_record
 from store_load import CALL_SECONDS, LIMIT_SECONDS, MANY_KEYS, MARGIN_SECONDS, under_load
 
 FAILOVER_SECONDS = 15.0
 
 
-def open_at(url: str) -> MetadataStore:
+def open_at(url: str) -> BlockingStore:
     return open_store(url, call_timeout_seconds=CALL_SECONDS, connect_timeout_seconds=CALL_SECONDS)
 
 
 @pytest.fixture
-def store(own_sentinels: Sentinels) -> Iterator[MetadataStore]:
+def store(own_sentinels: Sentinels) -> Iterator[BlockingStore]:
     with open_at(own_sentinels.url) as store:
         yield store
 
@@ -38,7 +38,7 @@ def store(own_sentinels: Sentinels) -> Iterator[MetadataStore]:
     indirect=["own_sentinels"],
 )
 def test_the_master_fails_during_writes(
-    own_sentinels: Sentinels, store: MetadataStore, namespace: str, fault: str
+    own_sentinels: Sentinels, store: BlockingStore, namespace: str, fault: str
 ) -> None:
     old, new = own_sentinels.master(), own_sentinels.replica()
     frozen = own_sentinels.sentinels[0]  # it would be queried first
@@ -78,7 +78,7 @@ def _is_replica(sentinels: Sentinels, server: ServerProcess) -> bool:
 
 
 def test_a_replica_is_not_written_to(
-    own_sentinels: Sentinels, store: MetadataStore, namespace: str
+    own_sentinels: Sentinels, store: BlockingStore, namespace: str
 ) -> None:
     """A master that was demoted by hand, which no sentinel has noticed yet."""
     store.ping()
@@ -97,7 +97,7 @@ def test_a_replica_is_not_written_to(
 
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
 def test_sentinels_are_needed_only_to_find_a_master(
-    own_sentinels: Sentinels, store: MetadataStore, namespace: str, fault: str
+    own_sentinels: Sentinels, store: BlockingStore, namespace: str, fault: str
 ) -> None:
     record = a_record(namespace, "k")
     store.publish(record, a_location())
@@ -142,7 +142,7 @@ def test_sentinels_are_needed_only_to_find_a_master(
             sentinel.go_on()
 
 
-def _answers(store: MetadataStore, namespace: str) -> bool:
+def _answers(store: BlockingStore, namespace: str) -> bool:
     try:
         return store.locate(namespace, ["k"]) != [None]
     except StoreUnavailable:

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from contract_store import a_location, a_record
 from hypothesis_profiles import examples
 from memory_store import MemoryStore
 from patience import scaled
@@ -18,18 +17,19 @@ from servers import command, flush, python
 from store import (
     LOCATIONS_MAX,
     Beat,
+    BlockingStore,
     ClaimState,
     EmbeddedServer,
-    MetadataStore,
     NodeTaken,
     Record,
     layout,
     open_store,
 )
+from store.testing.samples import a_location, a_record
 
 
 @pytest.fixture
-def store(valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
+def store(valkey_server: EmbeddedServer) -> Iterator[BlockingStore]:
     flush(valkey_server.url)
     with open_store(valkey_server.url, call_timeout_seconds=5) as store:
         yield store
@@ -57,7 +57,7 @@ with open_store(url, call_timeout_seconds=10, connect_timeout_seconds=10) as sto
 
 
 def test_processes_publish_and_claim_the_same_keys_at_once(
-    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+    store: BlockingStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     count, publishers = 150, LOCATIONS_MAX + 1
     processes = [
@@ -83,7 +83,7 @@ def test_processes_publish_and_claim_the_same_keys_at_once(
         assert len({location.node for location in record.locations}) == LOCATIONS_MAX
 
 
-def test_threads_share_one_store(store: MetadataStore, namespace: str) -> None:
+def test_threads_share_one_store(store: BlockingStore, namespace: str) -> None:
     errors: list[BaseException] = []
 
     def work(seed: int) -> None:
@@ -116,7 +116,7 @@ _boots = st.sampled_from(["boot1", "boot2"])
 class SameAsMemory(RuleBasedStateMachine):
     """Any sequence of operations has the same results from RedisStore as from MemoryStore."""
 
-    def __init__(self, redis: MetadataStore) -> None:
+    def __init__(self, redis: BlockingStore) -> None:
         super().__init__()
         self.redis, self.memory = redis, MemoryStore()
         self.namespace = ""
@@ -189,7 +189,7 @@ class SameAsMemory(RuleBasedStateMachine):
         )
         assert first is second
 
-    def both(self) -> tuple[MetadataStore, MetadataStore]:
+    def both(self) -> tuple[BlockingStore, BlockingStore]:
         return self.redis, self.memory
 
     def same_records(self) -> None:
@@ -209,7 +209,7 @@ def _sorted(record: Record | None) -> Record | None:
     return record and record._replace(locations=tuple(sorted(record.locations, key=str)))
 
 
-def test_redis_and_memory_return_the_same(store: MetadataStore) -> None:
+def test_redis_and_memory_return_the_same(store: BlockingStore) -> None:
     run_state_machine_as_test(
         lambda: SameAsMemory(store),  # type: ignore[arg-type]  # any factory will do
         settings=settings(

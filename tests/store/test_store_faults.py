@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from contract_store import BOOT, OTHER_BOOT, a_location, a_record
-from contract_store_claims import ask
 from patience import scaled
 from servers import StartServer, alive, command, frozen, redis_executable, valkey_executable
 from store import (
+    BlockingStore,
+    BrowsableStore,
     EmbeddedServer,
     Failure,
-    MetadataStore,
     NodeInfo,
     NodeTaken,
     Publication,
@@ -29,12 +28,14 @@ from store import (
     Withdrawing,
     open_store,
 )
+from store.testing.claims import ask
+from store.testing.samples import BOOT, OTHER_BOOT, a_location, a_record
 
 pytestmark = pytest.mark.alone
 CALL_SECONDS = 0.3
 MARGIN_SECONDS = 0.25
 
-CALLS: dict[str, Callable[[MetadataStore], object]] = {
+CALLS: dict[str, Callable[[BlockingStore], object]] = {
     "publish_many": lambda store: store.publish_many(
         [Publishing(a_record("ns", f"k{n}"), a_location(), 60.0) for n in range(64)]
     ),
@@ -73,7 +74,7 @@ CALLS: dict[str, Callable[[MetadataStore], object]] = {
 
 
 def test_every_operation_is_tried() -> None:
-    assert set(CALLS) == MetadataStore.__abstractmethods__ - {"close", "failovers"}
+    assert set(CALLS) == BrowsableStore.__abstractmethods__ - {"close", "failovers"}
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def server(start_server: StartServer) -> EmbeddedServer:
 
 
 @pytest.fixture
-def store(server: EmbeddedServer) -> Iterator[MetadataStore]:
+def store(server: EmbeddedServer) -> Iterator[BlockingStore]:
     with open_store(server.url, call_timeout_seconds=CALL_SECONDS) as store:
         yield store
 
@@ -102,7 +103,7 @@ def fails_within(seconds: float, call: Callable[[], object]) -> StoreError:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_frozen_server_costs_one_timeout(
-    store: MetadataStore, server: EmbeddedServer, name: str
+    store: BlockingStore, server: EmbeddedServer, name: str
 ) -> None:
     store.beat("node-1", BOOT, 1)
     call = CALLS[name]
@@ -115,7 +116,7 @@ def test_a_frozen_server_costs_one_timeout(
 
 
 def test_replies_to_abandoned_calls_are_dropped(
-    store: MetadataStore, server: EmbeddedServer
+    store: BlockingStore, server: EmbeddedServer
 ) -> None:
     for n in range(3):
         store.publish(a_record("ns", f"k{n}"), a_location())
@@ -127,7 +128,7 @@ def test_replies_to_abandoned_calls_are_dropped(
 
 
 def test_a_killed_server_is_refused_at_once_and_used_again_when_it_is_back(
-    store: MetadataStore, server: EmbeddedServer
+    store: BlockingStore, server: EmbeddedServer
 ) -> None:
     store.ping()
     os.kill(server.pid, signal.SIGKILL)
@@ -144,7 +145,7 @@ def test_a_killed_server_is_refused_at_once_and_used_again_when_it_is_back(
 
 
 def test_a_restart_of_the_server_between_two_calls_costs_nothing(
-    store: MetadataStore, server: EmbeddedServer
+    store: BlockingStore, server: EmbeddedServer
 ) -> None:
     store.ping()
     server.close()
@@ -197,7 +198,7 @@ def test_the_embedded_servers_policy_evicts_records_and_keeps_beats(
         assert store.beats()["node-1"].sequence == 1
 
 
-def test_a_replica_refuses_writes(store: MetadataStore, server: EmbeddedServer) -> None:
+def test_a_replica_refuses_writes(store: BlockingStore, server: EmbeddedServer) -> None:
     command(server.url, "REPLICAOF", "127.0.0.1", "1")
     with pytest.raises(StoreUnavailable):
         store.publish(a_record("ns", "k"), a_location())
@@ -279,8 +280,8 @@ def test_a_server_with_unexpected_replies_is_unavailable(reply: bytes) -> None:
         def answer() -> None:
             connection, _ = listener.accept()
             with connection:
-                while connection.recv(4096):
-                    connection.sendall(reply)
+                while commands := connection.recv(4096).count(b"*"):
+                    connection.sendall(reply * commands)
 
         thread = threading.Thread(target=answer)
         thread.start()

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import serialization
 from command_line import assert_refused, run, run_json
 from servers import Certificates, make_certificates
 from store import StoreUnavailable, open_store
-from store.tls import TlsFileError, tls_context
+from store.tls import TlsOptionError, tls_context
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def text(tmp_path: Path) -> str:
 
 
 def refusal(**options: str | Path) -> str:
-    with pytest.raises(TlsFileError) as caught:
+    with pytest.raises(TlsOptionError) as caught:
         tls_context({name: str(path) for name, path in options.items()})
     return str(caught.value)
 

@@ -6,17 +6,16 @@ from collections.abc import Iterator
 import pytest
 
 from clusters import ValkeyCluster
-from contract_store import BOOT, a_location, a_record
 from servers import command, flush, patient
-from store import ClaimState, EmbeddedServer, Failure, MetadataStore, Withdrawing, layout
-from store.redis_store import RedisStore
-from store.trace import Claim, Gone, Trace, Traces
+from store import BlockingStore, ClaimState, EmbeddedServer, Failure, Withdrawing, layout
+from store.answers import Claim, Gone, Trace
+from store.blocking import BlockingTraces
+from store.testing.samples import BOOT, a_location, a_record
 
 LONG_KEY = "a key with spaces " + "x" * 200
 
 
-def traces_of(store: MetadataStore) -> Traces:
-    assert isinstance(store, RedisStore)
+def traces_of(store: BlockingStore) -> BlockingTraces:
     return store.traces()
 
 
@@ -24,10 +23,10 @@ class TraceContract:
     """Subclasses choose the servers."""
 
     @pytest.fixture
-    def store(self) -> Iterator[MetadataStore]:
+    def store(self) -> Iterator[BlockingStore]:
         raise NotImplementedError
 
-    def test_everything_about_a_key(self, store: MetadataStore, namespace: str) -> None:
+    def test_everything_about_a_key(self, store: BlockingStore, namespace: str) -> None:
         for key in ("k", LONG_KEY, "\udcff odd"):
             empty, other = traces_of(store).of([(namespace, key), (namespace, "other")])
             assert empty.is_empty
@@ -58,7 +57,7 @@ class TraceContract:
             assert found.gone is not None
             assert found.gone[:2] == Gone("evicted", "node-1", 0)[:2]
 
-    def test_many_keys_at_once(self, store: MetadataStore, namespace: str) -> None:
+    def test_many_keys_at_once(self, store: BlockingStore, namespace: str) -> None:
         keys = [f"k{n}" for n in range(250)]
         for key in keys[::2]:
             store.publish(a_record(namespace, key), a_location())
@@ -68,7 +67,7 @@ class TraceContract:
 
     @pytest.mark.parametrize("part", ["needle", "eedl", "[needle]*?"])
     def test_keys_are_found_by_a_part(
-        self, store: MetadataStore, namespace: str, part: str
+        self, store: BlockingStore, namespace: str, part: str
     ) -> None:
         wanted = {f"in-a-record-{part}", f"{part}#layer.1@request", f"{part} " + "y" * 300}
         for key in wanted:
@@ -86,7 +85,7 @@ class TraceContract:
         found = {key for space, key in traces_of(store).find(part) if space == namespace}
         assert found == wanted
 
-    def test_how_nodes_left(self, store: MetadataStore) -> None:
+    def test_how_nodes_left(self, store: BlockingStore) -> None:
         unknown, left = "never-heard-of", "node-that-left"
         store.beat(left, BOOT, 1)
         store.leave(left, BOOT, reason="stopped")
@@ -100,14 +99,14 @@ class TraceContract:
 
 class TestOnOneServer(TraceContract):
     @pytest.fixture
-    def store(self, valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
+    def store(self, valkey_server: EmbeddedServer) -> Iterator[BlockingStore]:
         with patient(valkey_server.url) as store:
             yield store
 
 
 class TestOnACluster(TraceContract):
     @pytest.fixture
-    def store(self, valkey_cluster: ValkeyCluster) -> Iterator[MetadataStore]:
+    def store(self, valkey_cluster: ValkeyCluster) -> Iterator[BlockingStore]:
         with patient(valkey_cluster.url) as store:
             yield store
 

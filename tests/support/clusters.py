@@ -9,6 +9,7 @@ where servers and sentinels have a password each.
 """
 
 import binascii
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,10 +22,14 @@ import pytest
 from nodes import wait_until
 from resp import RespConnection, RespError
 from servers import QUIET, ServerProcess, free_ports, redis_executable, valkey_executable
+from store import layout
 
 SLOTS = 16384
 MASTERS = 3
+FIRST_SLOTS = range(SLOTS // MASTERS)
+"""Of the first master, in the beginning."""
 NODE_TIMEOUT_MS = 2000
+MOVED_SECONDS = 10.0
 WHOLE_SECONDS = 30.0
 """Members elect and replicate in seconds; on a machine with two busy cores in more of them."""
 
@@ -125,6 +130,20 @@ class ValkeyCluster:
                 connection("CLUSTER", "SETSLOT", slot, "NODE", self._id(target))
         self._settle_slot(slot, target)
 
+    def move_slots(self, first: int, last: int, target: ServerProcess) -> None:
+        """Give these slots of one master and their keys to another, all at once (Valkey 9)."""
+        source = self.owner(first)
+        slots = ("SLOTSRANGE", first, last, "NODE", self._id(target))
+        source.command("CLUSTER", "MIGRATESLOTS", *slots)
+        living = [member for member in self.members if member.running]
+        wait_until(
+            lambda: all(
+                self._owner_by(m, slot) is target for m in living for slot in (first, last)
+            ),
+            MOVED_SECONDS,
+            "all members know that the slots have moved",
+        )
+
     def _settle_slot(self, slot: int, target: ServerProcess) -> None:
         """Until every living member knows of it. A member that bumped its epoch meanwhile may claim
         the slot again, for good: the target's claim is then made the newer one."""
@@ -194,6 +213,18 @@ def slot_of(key: str | bytes) -> int:
     _, opened, rest = raw.partition(b"{")
     tag, closed, _ = rest.partition(b"}")
     return binascii.crc_hqx(tag if opened and closed and tag else raw, 0) % SLOTS
+
+
+def names_in_slots(namespace: str, count: int, slots: range) -> dict[str, str]:
+    """Keys, and the names of their records, which lie in these slots."""
+    names: dict[str, str] = {}
+    for n in itertools.count():
+        name = layout.record(namespace, f"k{n}")
+        if slot_of(name) in slots:
+            names[f"k{n}"] = name
+        if len(names) == count:
+            break
+    return names
 
 
 def _options(port: int, bus_port: int) -> list[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from patience import scaled
-from store import Location, MetadataStore, Record
+from store import BlockingStore, Location, Record
 
 PROGRAM = str(Path(sys.executable).with_name("lookup-buffer"))
 RUN_SECONDS = scaled(60.0)
@@ -88,7 +88,7 @@ def assert_refused(done: "subprocess.CompletedProcess[str]", code: int, *words: 
 
 
 def publish(
-    store: MetadataStore,
+    store: BlockingStore,
     namespace: str,
     key: str,
     *nodes: str,
@@ -106,7 +106,7 @@ def boot_of(node: str) -> str:
 
 
 @contextmanager
-def beating(store: MetadataStore, *nodes: str) -> Iterator[None]:
+def beating(store: BlockingStore, *nodes: str) -> Iterator[None]:
     """As if `nodes` were alive."""
     over = threading.Event()
 

@@ -38,7 +38,7 @@ from lookup_buffer.protocol.messages import Offer, OpenPool, Received, Request, 
 from lookup_buffer.runtime import to_json
 from nodes import MIB, NodeProcess, StartNode, tensor_of, wait_until, with_store
 from patience import scaled
-from store import MetadataStore, open_store
+from store import BlockingStore, open_store
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -265,7 +265,7 @@ def put(end: DeviceEnd, key: str, value: str, **how: Any) -> None:
         wait_until(lambda: _on_device(store, key), 10.0, f"{key} is offered")
 
 
-def _on_device(store: MetadataStore, key: str) -> bool:
+def _on_device(store: BlockingStore, key: str) -> bool:
     return any(record.devices for record in store.scan() if record.key == key)
 
 

@@ -37,7 +37,7 @@ from nodes import ROOT, NodeProcess, wait_until
 from patience import scaled
 from proxies import Relay
 from servers import free_port, valkey_executable, worker_number
-from store import EmbeddedServer, MetadataStore, open_store
+from store import BlockingStore, EmbeddedServer, open_store
 
 OUTCOME_SECONDS = 10.0
 STORE_SECONDS = 5.0
@@ -146,7 +146,7 @@ class TwoHosts:
             self.directory / "valkey", timeout_seconds=scaled(10.0), executable=valkey_executable()
         )
 
-    def _open_store(self) -> MetadataStore:
+    def _open_store(self) -> BlockingStore:
         return open_store(self.server.url, call_timeout_seconds=STORE_SECONDS)
 
     def _close_server(self) -> None:

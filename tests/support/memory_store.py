@@ -1,4 +1,4 @@
-"""MemoryStore: the contract of `MetadataStore` in one process, without a server.
+"""InMemoryStore: the contract of `MetadataStore` in one process, without a server.
 
 The model that the contract suites run against, and that `RedisStore` is compared with. Thread-safe:
 one lock around plain dictionaries; no call waits for anything else. The scripts `publish.lua` and
@@ -7,10 +7,10 @@ one lock around plain dictionaries; no call waits for anything else. The scripts
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from store.answers import (
     GONE_SECONDS,
@@ -26,7 +26,8 @@ from store.answers import (
     ServerInfo,
     Withdrawing,
 )
-from store.base import Found, MetadataStore
+from store.base import BrowsableStore, Found
+from store.blocking import BlockingStore, LoopRunner
 from store.errors import NodeTaken, StoreUnavailable
 from store.layout import (
     FAIL_SECONDS,
@@ -105,7 +106,7 @@ class _Claim:
     token: str
 
 
-class MemoryStore(MetadataStore):
+class InMemoryStore(BrowsableStore):
     """At `records_max` records a new one is REFUSED. `clock` counts seconds and never goes back."""
 
     def __init__(
@@ -125,25 +126,25 @@ class MemoryStore(MetadataStore):
         self._hits: _Expiring[str, dict[str, int]] = _Expiring(clock)
         self._stats: _Expiring[str, dict[str, int]] = _Expiring(clock)
 
-    def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
+    async def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
         for publishing in publishings:
             publishing.check()
         with self._open():
             return [self._publish(publishing) for publishing in publishings]
 
-    def look_up(self, items: Sequence[tuple[str, str]]) -> list[Found]:
+    async def look_up(self, items: Sequence[tuple[str, str]]) -> list[Found]:
         for namespace, _ in items:
             check_namespace(namespace)
         with self._open():
             return [self._records.get(item) for item in items]
 
-    def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
+    async def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
         for withdrawing in withdrawings:
             check_namespace(withdrawing.namespace)
         with self._open():
             return [self._withdraw(withdrawing) for withdrawing in withdrawings]
 
-    def claim(
+    async def claim(
         self,
         namespace: str,
         key: str,
@@ -166,13 +167,15 @@ class MemoryStore(MetadataStore):
             left = self._claims.remaining_seconds(item)
             return ClaimAnswer(mine, held.holder, held.state, left, self._records.get(item))
 
-    def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
+    async def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
         for releasing in releasings:
             check_namespace(releasing.namespace)
         with self._open():
             return [self._drop_claim((one.namespace, one.key), one.token) for one in releasings]
 
-    def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
+    async def beat(
+        self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None
+    ) -> bool:
         check_node(node, boot)
         with self._open():
             previous = self._beats.get(node)
@@ -181,7 +184,7 @@ class MemoryStore(MetadataStore):
             self._beats[node] = Beat(boot, sequence)
             return previous is not None and previous.boot == boot
 
-    def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
+    async def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
         with self._open():
             previous = self._beats.get(node)
             if previous and previous.boot == boot:
@@ -189,36 +192,36 @@ class MemoryStore(MetadataStore):
                 self._infos.drop(node)
                 self._stats.drop(node)
 
-    def beats(self) -> dict[str, Beat]:
+    async def beats(self) -> dict[str, Beat]:
         with self._open():
             return dict(self._beats)
 
-    def describe_node(self, info: NodeInfo) -> None:
+    async def describe_node(self, info: NodeInfo) -> None:
         info.check()
         with self._open():
             self._infos.put(info.node, info, NODE_SECONDS)
 
-    def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
+    async def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
         with self._open():
             found = ((node, self._infos.get(node)) for node in nodes)
             return {node: info for node, info in found if info}
 
-    def node_ages(self, nodes: Sequence[str]) -> dict[str, float]:
+    async def node_ages(self, nodes: Sequence[str]) -> dict[str, float]:
         with self._open():
             left = {node: self._infos.remaining_seconds(node) for node in nodes}
             return {node: NODE_SECONDS - seconds for node, seconds in left.items() if seconds}
 
-    def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
+    async def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
         check_namespace(fingerprint)
         with self._open():
             if parts:
                 self._namespaces.put(fingerprint, dict(parts), NAMESPACE_SECONDS)
 
-    def namespaces(self) -> dict[str, dict[str, str]]:
+    async def namespaces(self) -> dict[str, dict[str, str]]:
         with self._open():
             return {name: dict(parts) for name, parts in self._namespaces.items()}
 
-    def add_hits(self, namespace: str, hits: Mapping[str, int]) -> None:
+    async def add_hits(self, namespace: str, hits: Mapping[str, int]) -> None:
         check_namespace(namespace)
         with self._open():
             kept = self._hits.get(namespace) or {}
@@ -227,60 +230,63 @@ class MemoryStore(MetadataStore):
             most = sorted(kept.items(), key=lambda item: (item[1], item[0]), reverse=True)
             self._hits.put(namespace, dict(most[:HITS_MAX]), HITS_SECONDS)
 
-    def hits(self, namespace: str, keys: Sequence[str]) -> list[int]:
+    async def hits(self, namespace: str, keys: Sequence[str]) -> list[int]:
         check_namespace(namespace)
         with self._open():
             kept = self._hits.get(namespace) or {}
             return [kept.get(key, 0) for key in keys]
 
-    def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
+    async def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
         with self._open():
             kept = self._stats.get(node) or {}
             for name, count in counters.items():
                 kept[name] = kept.get(name, 0) + count
             self._stats.put(node, kept, STATS_SECONDS)
 
-    def stats(self) -> dict[str, dict[str, int]]:
+    async def stats(self) -> dict[str, dict[str, int]]:
         with self._open():
             found = ((node, self._stats.get(node)) for node in self._beats)
             return {node: dict(counters) for node, counters in found if counters}
 
-    def scan(self, namespace: str | None = None, *, limit: int | None = None) -> Iterator[Record]:
+    async def scan(
+        self, namespace: str | None = None, *, limit: int | None = None
+    ) -> AsyncIterator[Record]:
         with self._open():
             found = [
                 record
                 for (of, _), record in self._records.items()
                 if namespace is None or of == namespace
             ]
-        return iter(found[:limit])
+        for record in found[:limit]:
+            yield record
 
-    def gone(self, namespace: str, key: str) -> str | None:
+    async def gone(self, namespace: str, key: str) -> str | None:
         check_namespace(namespace)
         with self._open():
             return self._gone.get((namespace, key))
 
-    def note_failures(self, failures: Sequence[Failure]) -> None:
+    async def note_failures(self, failures: Sequence[Failure]) -> None:
         for failure in failures:
             check_namespace(failure.namespace)
         with self._open():
             for failure in failures:
                 self._failures.put((failure.namespace, failure.key), failure, FAIL_SECONDS)
 
-    def failure(self, namespace: str, key: str) -> Failure | None:
+    async def failure(self, namespace: str, key: str) -> Failure | None:
         check_namespace(namespace)
         with self._open():
             return self._failures.get((namespace, key))
 
-    def mark_invalid(self, namespace: str, at: float) -> None:
+    async def mark_invalid(self, namespace: str, at: float) -> None:
         check_namespace(namespace)
         with self._open():
             self._invalid.put(namespace, at, INVALID_SECONDS)
 
-    def invalidations(self) -> dict[str, float]:
+    async def invalidations(self) -> dict[str, float]:
         with self._open():
             return dict(self._invalid.items())
 
-    def clear(self, namespace: str) -> int:
+    async def clear(self, namespace: str) -> int:
         check_namespace(namespace)
         with self._open():
             items = [item for item, _ in self._records.items() if item[0] == namespace]
@@ -289,19 +295,19 @@ class MemoryStore(MetadataStore):
                 self._gone.put(item, GoneReason.INVALIDATED, GONE_SECONDS)
             return len(items)
 
-    def server_info(self) -> ServerInfo:
+    async def server_info(self) -> ServerInfo:
         with self._open():
             return ServerInfo("memory", "", 0, 0, "noeviction", "standalone")
 
     def failovers(self) -> int:
         return 0
 
-    def ping(self) -> float:
+    async def ping(self) -> float:
         start = time.perf_counter()
         with self._open():
             return time.perf_counter() - start
 
-    def close(self) -> None:
+    async def close(self) -> None:
         with self._lock:
             self._closed = True
 
@@ -403,3 +409,26 @@ def _with_device(
         return known
     others = tuple(on for on in known if on.node != publishing.location.node)
     return others if publishing.device is None else (*others, publishing.device)
+
+
+class _AtOnce(LoopRunner):
+    """Runs coroutines that wait for nothing, without a loop."""
+
+    def run(self, coroutine: Coroutine[Any, Any, _Value]) -> _Value:
+        try:
+            coroutine.send(None)
+        except StopIteration as end:
+            result: _Value = end.value
+            return result
+        raise AssertionError("it waits")
+
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        self.run(last)
+
+
+class MemoryStore(BlockingStore):
+    """An InMemoryStore for threads, as a node and its parts call a store."""
+
+    def __init__(self, **limits: Any) -> None:
+        super().__init__(InMemoryStore(**limits))
+        self._runner = _AtOnce()

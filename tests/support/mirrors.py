@@ -4,17 +4,20 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
+
+from redis.credentials import CredentialProvider
 
 from nodes import wait_until
 from patience import scaled
 from servers import command
-from store import Record, StoreUnavailable, open_store
+from store import BlockingStore, Record, StoreUnavailable
 from store.base import Found
-from store.mirror import Mirror
+from store.mirror import RedisMirror
 from store.redis_store import RedisStore
-from store.topology import Standalone
+from store.topology import open_topology
+from store.url import parse
 
 CALL_SECONDS = 5.0
 """Of who wants an answer: as long as a machine that does other things too may need for it."""
@@ -27,12 +30,14 @@ MARGIN_SECONDS = 0.9
 class Mirroring:
     """A store, and its mirror on a thread. `failures` is what the loop's callbacks raised."""
 
-    def __init__(self, url: str, *, call_seconds: float = CALL_SECONDS, **limits: Any) -> None:
-        store = open_store(
-            url, call_timeout_seconds=call_seconds, connect_timeout_seconds=call_seconds
-        )
-        assert isinstance(store, RedisStore)
-        self.store = store
+    def __init__(
+        self,
+        url: str,
+        *,
+        call_seconds: float = CALL_SECONDS,
+        credentials: CredentialProvider | None = None,
+        **limits: Any,
+    ) -> None:
         self.call_seconds = call_seconds
         self.failures: list[BaseException | None] = []
         self.slowest = 0.0
@@ -42,11 +47,17 @@ class Mirroring:
         )
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._dialler = ThreadPoolExecutor(1)
-        topology = store._link.topology
-        self.mirror: Mirror = self.do(lambda: Mirror(self._loop, topology, self._dialler, **limits))
+        topology = open_topology(
+            parse(url),
+            call_timeout_seconds=call_seconds,
+            connect_timeout_seconds=call_seconds,
+            credentials=credentials,
+            name="mirror",
+        )
+        self.store = BlockingStore(RedisStore(topology), self._loop)
+        self.mirror: RedisMirror = self.do(lambda: RedisMirror(topology, **limits))
 
-        if not isinstance(topology, Standalone):
+        if "-cluster://" in url or "-sentinel://" in url:
             wait_until(self._knows_all_servers, 10.0, "each server that holds keys has answered")
             self.slowest = 0.0
 
@@ -100,11 +111,10 @@ class Mirroring:
     def close(self) -> None:
         assert self.failures == []
         self.do(self.mirror.close)
-        self.store.close()
-        self._dialler.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5.0)
-        self._loop.close()
+        self._thread.join(scaled(5.0))
+        self.store.owner_stopped()
+        self.store.close()  # ends what is left on the loop, and closes it
 
     def __enter__(self) -> "Mirroring":
         return self

@@ -206,6 +206,21 @@ def node_pair(module_nodes: StartNode) -> tuple[NodeProcess, NodeProcess]:
     return module_nodes(), module_nodes()
 
 
+def node_pids(directory: Path) -> list[int]:
+    """The processes that hold the node's lock in `directory`: found by what they have open."""
+    lock = str(directory / "node.lock")
+    return sorted(
+        {int(file.parts[2]) for file in Path("/proc").glob("[0-9]*/fd/*") if _is(file, lock)}
+    )
+
+
+def _is(link: Path, target: str) -> bool:
+    try:
+        return str(link.readlink()) == target
+    except OSError:
+        return False  # closed meanwhile
+
+
 def with_store(*nodes: NodeProcess) -> None:
     """Wait until they have opened the store: before, they grant every claim unasked."""
     for node in nodes:

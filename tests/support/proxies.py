@@ -77,6 +77,8 @@ class Relay:
         self._allowance_bytes: int | None = None
         self._cuts = False
         self._delay_seconds = 0.0
+        self._silent: list[socket.socket] = []
+        """Ends from which nothing more is passed on."""
         self._closed = False
         self._sockets: list[socket.socket] = []
         self.connections = 0
@@ -96,6 +98,11 @@ class Relay:
 
     def let_go(self) -> None:
         self._limit(None, cuts=False)
+
+    def silence(self) -> None:
+        """Pass nothing more of the connections that there are, as a firewall that forgot them."""
+        with self._changed:
+            self._silent = list(self._sockets)
 
     def delay(self, seconds: float) -> None:
         self._delay_seconds = seconds
@@ -161,6 +168,9 @@ class Relay:
         with suppress(OSError):
             while piece := source.recv(RELAY_PIECE_BYTES):
                 while piece:
+                    if source in self._silent:
+                        piece = b""
+                        continue
                     count = self._allowed(len(piece)) if held else len(piece)
                     if count == 0:
                         raise ConnectionAbortedError

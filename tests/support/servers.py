@@ -43,7 +43,7 @@ from cryptography.x509.oid import NameOID
 from nodes import wait_until
 from patience import scaled
 from resp import RespConnection, RespError
-from store import EmbeddedServer, MetadataStore, open_store, run_with_owner
+from store import BlockingStore, EmbeddedServer, open_store, run_with_owner
 
 StartServer = Callable[..., EmbeddedServer]
 PATIENT_SECONDS = 5.0
@@ -103,16 +103,13 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
         server.close()
 
 
-def patient(
-    url: str, password: str | None = None, sentinel_password: str | None = None
-) -> MetadataStore:
+def patient(url: str, **credentials: Any) -> BlockingStore:
     """A store for what is not about time: the machine is shared with other tests."""
     return open_store(
         url,
         call_timeout_seconds=PATIENT_SECONDS,
         connect_timeout_seconds=PATIENT_SECONDS,
-        password=password,
-        sentinel_password=sentinel_password,
+        **credentials,
     )
 
 
@@ -271,7 +268,7 @@ def url(valkey_server: EmbeddedServer) -> Iterator[str]:
 
 
 @pytest.fixture
-def store(url: str) -> Iterator[MetadataStore]:
+def store(url: str) -> Iterator[BlockingStore]:
     with patient(url) as store:
         yield store
 

@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from contract_store import a_location, a_record
 from nodes import wait_until
 from store import (
-    MetadataStore,
+    BlockingStore,
     Publication,
     Publishing,
     Record,
     StoreUnavailable,
     Withdrawing,
 )
+from store.testing.samples import a_location, a_record
 
 TICK_SECONDS = 0.005
 NOTICED_SECONDS = 0.02
@@ -82,7 +82,7 @@ T = TypeVar("T")
 class Caller(threading.Thread):
     """Calls until it is told to stop. Read its figures from outside, `failure` after the end."""
 
-    def __init__(self, store: MetadataStore) -> None:
+    def __init__(self, store: BlockingStore) -> None:
         super().__init__(daemon=True)
         self.store = store
         self.slowest = 0.0
@@ -136,7 +136,7 @@ class Caller(threading.Thread):
 class Writer(Caller):
     """Publishes and withdraws keys of its own. `desired` is the generation of each, 0 for none."""
 
-    def __init__(self, store: MetadataStore, namespace: str, node: str, keys: int) -> None:
+    def __init__(self, store: BlockingStore, namespace: str, node: str, keys: int) -> None:
         super().__init__(store)
         self.namespace, self.node = namespace, node
         self.keys = [f"{node}-{n}" for n in range(keys)]
@@ -203,7 +203,7 @@ class Writer(Caller):
         withdrawings = [Withdrawing(self.namespace, key, self.node, "evicted") for key in keys]
         return [answer is not None for answer in self.store.withdraw_many(withdrawings)]
 
-    def wrong(self, store: MetadataStore) -> list[str]:
+    def wrong(self, store: BlockingStore) -> list[str]:
         """Keys of which the store says something else than was last acknowledged."""
         keys = list(self.desired)
         found = store.locate(self.namespace, keys)
@@ -217,7 +217,7 @@ class Writer(Caller):
 class Reader(Caller):
     """Looks keys up, which are all there. `had_at` is when each was last found."""
 
-    def __init__(self, store: MetadataStore, namespace: str, keys: Sequence[str]) -> None:
+    def __init__(self, store: BlockingStore, namespace: str, keys: Sequence[str]) -> None:
         super().__init__(store)
         self.namespace, self.keys = namespace, keys
         self.had_at = dict.fromkeys(keys, 0.0)
@@ -232,7 +232,7 @@ class Reader(Caller):
 class Load:
     """Three writers and two readers of keys that stay."""
 
-    def __init__(self, store: MetadataStore, namespace: str, keys: int, stalls: Stalls) -> None:
+    def __init__(self, store: BlockingStore, namespace: str, keys: int, stalls: Stalls) -> None:
         self.store, self.namespace = store, namespace
         self._stalls = stalls
         self.lasting = [f"lasting-{n}" for n in range(32)]
@@ -292,7 +292,7 @@ class Load:
 
 
 @contextmanager
-def under_load(store: MetadataStore, namespace: str, keys: int = 1000) -> Iterator[Load]:
+def under_load(store: BlockingStore, namespace: str, keys: int = 1000) -> Iterator[Load]:
     """Few `keys` for each writer are changed all the time, many stay as they are for long."""
     with Stalls() as stalls:
         load = Load(store, namespace, keys, stalls)

@@ -42,6 +42,21 @@ def test_hand_offs_that_appeared_come_first() -> None:
     assert keys(backlog.take()) == ["first@r", "gone@r", "b", "a", "second@r"]
 
 
+def test_held_changes_are_due_when_they_are_retried() -> None:
+    backlog = Backlog(Clock())
+    backlog.hold([of("a", token="t"), of("b"), of("c"), Change(("ns", "old"), "", paced=True)])
+    assert (len(backlog), backlog.take(), backlog.wait_seconds()) == (4, [], None)
+    backlog.add(of("a", "evicted"))
+    backlog.repeat([("ns", "b"), ("ns", "d")], 1000.0)
+    (newest,) = backlog.take(1)
+    assert (newest.address[1], newest.reason, newest.claim_token) == ("a", "evicted", "t")
+    assert backlog.retry(1) == 1
+    assert keys(backlog.take()) == ["b", "d"]
+    assert backlog.retry() == 2
+    assert keys(backlog.take()) == ["c", "old"]
+    assert (len(backlog), backlog.retry()) == (0, 0)
+
+
 def test_rewrites_are_rate_limited_and_new_changes_are_not() -> None:
     clock = Clock()
     backlog = Backlog(clock)

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from contract_store import a_record
 from lookup_buffer.node.directory import VOID_MAX, Directory
 from lookup_buffer.times import LONG_DEAD_SECONDS
 from memory_store import MemoryStore
 from store import Beat, Location, NodeInfo
+from store.testing.samples import a_record
 
 
 class Clock:

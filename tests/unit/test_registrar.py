@@ -1,5 +1,6 @@
 """The registrar's thread on stores that fail over, refuse, evict the node, or have bugs."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -7,7 +8,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from contract_store import a_record
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.node.backlog import RECENT_SECONDS
@@ -20,7 +20,8 @@ from lookup_buffer.node.storage import Storage
 from lookup_buffer.protocol.header import TensorHeader
 from memory_store import MemoryStore
 from nodes import holds_within, wait_until
-from store import Beat, Location, MetadataStore, StoreUnavailable
+from store import Beat, BlockingStore, Location, StoreUnavailable
+from store.testing.samples import a_record
 
 NAMESPACE = "ns"
 
@@ -35,17 +36,20 @@ class FailingOver(MemoryStore):
 
 
 class Given(Storage):
-    def __init__(self, store: MetadataStore) -> None:
-        super().__init__(BufferConfig.of({}))
+    def __init__(self, store: BlockingStore) -> None:
+        super().__init__(BufferConfig.of({}), asyncio.new_event_loop(), "node-1")
         self._given = store
 
-    def store(self) -> MetadataStore:
+    def store(self) -> BlockingStore:
         return self._given
+
+    def __del__(self) -> None:
+        self._loop.close()
 
 
 @contextmanager
 def registrar_on(
-    store: MetadataStore,
+    store: BlockingStore,
     give_up: Callable[[ConfigError], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[Registrar, Shelf]]:
@@ -75,7 +79,7 @@ def insert(shelf: Shelf, key: str) -> None:
     shelf.release([shelf.commit(item, 7, 1)], 1)
 
 
-def held(store: MetadataStore, *keys: str) -> list[bool]:
+def held(store: BlockingStore, *keys: str) -> list[bool]:
     return [record is not None for record in store.locate(NAMESPACE, keys)]
 
 

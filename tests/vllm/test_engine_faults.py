@@ -21,7 +21,7 @@ from examples.demo.engine_settings import Placement
 from nodes import ROOT, NodeProcess, at_rest, wait_until
 from patience import scaled
 from servers import frozen
-from store.lane import PAUSE_SECONDS_MAX
+from store.tracking import PAUSE_SECONDS_MAX
 
 pytestmark = pytest.mark.vllm
 PLACEMENTS = (Placement.ONE_PROCESS, Placement.TWO_PROCESSES)

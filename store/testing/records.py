@@ -1,72 +1,38 @@
-"""What every MetadataStore must do. A store's test inherits it and provides the store.
-
-Claims, nodes and hand-offs have their own: contract_store_claims, _nodes, _sole.
+"""What every store must do about records: publish, look up, withdraw.
 
 TTLs run on the store's clock. Tests that wait use short real TTLs, and check only that nothing ends
 early and that everything ends.
 """
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from store import (
     LOCATIONS_MAX,
+    BlockingStore,
     ClaimState,
-    Location,
-    MetadataStore,
     Publication,
     Publishing,
-    Record,
     StoreUnavailable,
     Withdrawing,
 )
-
-BOOT, OTHER_BOOT = "b" * 16, "c" * 16
-
-ODD_KEYS = [
-    "a" * 64,
-    "a" * 64 + "#layer.3@chatcmpl-1",
-    "x" * 5000,
-    "h." + "0" * 32,
-    "}{",
-    "{tag}rest",
-    "with space:and:colons",
-    "Ω*?[a-z]",
-    "line\r\nbreak\0",
-    "\udcff not decodable",
-]
+from store.testing.samples import BOOT, ODD_KEYS, OTHER_BOOT, StoreContract, a_location, a_record
 
 
-def a_location(node: str = "node-1", **changes: Any) -> Location:
-    return Location(node, BOOT, 1, 0xFEED)._replace(**changes)
-
-
-def a_record(namespace: str, key: str, **changes: Any) -> Record:
-    record = Record(namespace, key, "bfloat16", (729, 1152), 1_679_616, "tensor", 1763718000.125)
-    return record._replace(**changes)
-
-
-class StoreContract:
-    """Subclasses provide a `store` fixture that is empty at the start of each test."""
-
-    @pytest.fixture
-    def store(self) -> Iterator[MetadataStore]:
-        raise NotImplementedError
-
+class RecordContract(StoreContract):
     # ---- publish and locate
 
     def test_a_published_record_is_located_in_full(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         record = a_record(namespace, "k")
         assert store.publish(record, a_location()) is Publication.ADDED
         assert store.locate(namespace, ["k"]) == [record._replace(locations=(a_location(),))]
 
     def test_the_first_publisher_names_the_device(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         record = a_record(namespace, "k", device="H200")
         store.publish(record, a_location())
@@ -78,20 +44,20 @@ class StoreContract:
 
     @pytest.mark.parametrize("device", ["x" * 13, "a\nline", "\N{CAT FACE}"])
     def test_a_name_of_a_device_is_short(
-        self, store: MetadataStore, namespace: str, device: str
+        self, store: BlockingStore, namespace: str, device: str
     ) -> None:
         with pytest.raises(ValueError, match="device"):
             store.publish(a_record(namespace, "k", device=device), a_location())
 
     @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3, 4), tuple(range(16))])
-    def test_any_shape(self, store: MetadataStore, namespace: str, shape: tuple[int, ...]) -> None:
+    def test_any_shape(self, store: BlockingStore, namespace: str, shape: tuple[int, ...]) -> None:
         store.publish(a_record(namespace, "k", shape=shape, nbytes=0, kind="none"), a_location())
         (found,) = store.locate(namespace, ["k"])
         assert found is not None
         assert (found.shape, found.nbytes, found.kind) == (shape, 0, "none")
 
     def test_locate_keeps_the_order_and_returns_none_for_absent_keys(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         for key in ("a", "c"):
             store.publish(a_record(namespace, key), a_location())
@@ -99,29 +65,26 @@ class StoreContract:
         assert [record and record.key for record in found] == ["c", None, "a", "c"]
         assert store.locate(namespace, []) == []
 
-    def test_locate_more_than_a_page(self, store: MetadataStore, namespace: str) -> None:
+    def test_locate_more_than_a_page(self, store: BlockingStore, namespace: str) -> None:
         store.publish(a_record(namespace, "last"), a_location())
         found = store.locate(namespace, [f"missing-{n}" for n in range(2500)] + ["last"])
         assert found[:2500] == [None] * 2500
         assert found[2500] is not None
 
     @pytest.mark.parametrize("key", ODD_KEYS, ids=range(len(ODD_KEYS)))
-    def test_odd_keys(self, store: MetadataStore, namespace: str, key: str) -> None:
+    def test_odd_keys(self, store: BlockingStore, namespace: str, key: str) -> None:
         assert store.publish(a_record(namespace, key), a_location()) is Publication.ADDED
         (found,) = store.locate(namespace, [key])
         assert found is not None
         assert found.key == key
         others = [other for other in ODD_KEYS if other != key]
         assert store.locate(namespace, others) == [None] * len(others)
-        assert [record.key for record in store.scan(namespace)] == [key]
         claim: dict[str, Any] = {"holder": "n", "state": ClaimState.ENCODING, "lease_seconds": 9.0}
         assert store.claim(namespace, key, token="t", **claim).granted
-        store.add_hits(namespace, {key: 2})
-        assert store.hits(namespace, [key]) == [2]
         assert store.withdraw(namespace, key, "node-1", reason="evicted")
-        assert store.gone(namespace, key) == "evicted"
+        assert store.locate(namespace, [key]) == [None]
 
-    def test_namespaces_are_separate(self, store: MetadataStore, namespace: str) -> None:
+    def test_namespaces_are_separate(self, store: BlockingStore, namespace: str) -> None:
         store.publish(a_record(namespace, "k"), a_location())
         assert [bool(one) for one in store.look_up([("o", "k"), (namespace, "k")])] == [False, True]
         assert not store.withdraw("other", "k", "node-1", reason="evicted")
@@ -129,13 +92,13 @@ class StoreContract:
         assert store.claim("other", "k", token="t", **claim).granted
         assert store.claim(namespace, "k", token="u", **claim).granted
 
-    def test_the_same_again_is_present(self, store: MetadataStore, namespace: str) -> None:
+    def test_the_same_again_is_present(self, store: BlockingStore, namespace: str) -> None:
         record = a_record(namespace, "k")
         store.publish(record, a_location())
         assert store.publish(record, a_location()) is Publication.PRESENT
 
     def test_producer_and_time_of_a_copy_do_not_conflict(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         store.publish(a_record(namespace, "k"), a_location())
         later = a_record(namespace, "k", created=1763719999.0)
@@ -152,7 +115,7 @@ class StoreContract:
         ids=["dtype", "shape", "nbytes", "kind"],
     )
     def test_other_bytes_conflict(
-        self, store: MetadataStore, namespace: str, changes: dict[str, Any]
+        self, store: BlockingStore, namespace: str, changes: dict[str, Any]
     ) -> None:
         store.publish(a_record(namespace, "k"), a_location())
         before = store.locate(namespace, ["k"])
@@ -161,7 +124,7 @@ class StoreContract:
         assert store.locate(namespace, ["k"]) == before
 
     def test_a_newer_copy_of_a_node_replaces_its_older(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         record = a_record(namespace, "k")
         store.publish(record, a_location(generation=9))
@@ -172,7 +135,7 @@ class StoreContract:
             assert found.locations == (newer,)
 
     def test_an_older_copy_that_is_published_late_is_ignored(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         record = a_record(namespace, "k")
         newest = a_location(generation=10)
@@ -182,7 +145,7 @@ class StoreContract:
         assert found is not None
         assert found.locations == (newest,)
 
-    def test_at_most_four_locations(self, store: MetadataStore, namespace: str) -> None:
+    def test_at_most_four_locations(self, store: BlockingStore, namespace: str) -> None:
         record = a_record(namespace, "k")
         for n in range(LOCATIONS_MAX):
             assert store.publish(record, a_location(f"node-{n}")) is Publication.ADDED
@@ -195,7 +158,7 @@ class StoreContract:
         assert found is not None
         assert len(found.locations) == LOCATIONS_MAX
 
-    def test_a_record_ends_with_its_ttl(self, store: MetadataStore, namespace: str) -> None:
+    def test_a_record_ends_with_its_ttl(self, store: BlockingStore, namespace: str) -> None:
         store.publish(a_record(namespace, "short"), a_location(), ttl_seconds=1.5)
         store.publish(a_record(namespace, "long"), a_location(), ttl_seconds=60)
         # A location with little time left does not shorten the life of the others.
@@ -206,23 +169,33 @@ class StoreContract:
         assert short is None
         assert long is not None
 
+    def test_a_renewal_extends_the_life_of_a_record(
+        self, store: BlockingStore, namespace: str
+    ) -> None:
+        record = a_record(namespace, "k")
+        store.publish(record, a_location(), ttl_seconds=1.5)
+        time.sleep(0.8)  # less than half is left
+        assert store.publish(record, a_location(), ttl_seconds=60) is Publication.PRESENT
+        time.sleep(0.8)
+        assert store.locate(namespace, ["k"]) != [None]
+
     @pytest.mark.parametrize(
         "changes", [{"boot": "no:colon"}, {"generation": 0}, {"checksum": 2**64}, {"node": ""}]
     )
     def test_an_unreadable_location_is_refused(
-        self, store: MetadataStore, namespace: str, changes: dict[str, Any]
+        self, store: BlockingStore, namespace: str, changes: dict[str, Any]
     ) -> None:
         with pytest.raises(ValueError):
             store.publish(a_record(namespace, "k"), a_location(**changes))
         assert store.locate(namespace, ["k"]) == [None]
 
-    def test_a_namespace_that_could_name_other_keys_is_refused(self, store: MetadataStore) -> None:
+    def test_a_namespace_that_could_name_other_keys_is_refused(self, store: BlockingStore) -> None:
         for namespace in ("", "*", "a:{b", "a b", "x" * 129):
             with pytest.raises(ValueError):
                 store.locate(namespace, ["k"])
 
     def test_publications_are_answered_in_their_order(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         for n in range(LOCATIONS_MAX):
             store.publish(a_record(namespace, "full"), a_location(f"node-{n}"))
@@ -243,7 +216,7 @@ class StoreContract:
         assert store.publish_many([]) == []
 
     def test_a_batch_with_an_invalid_publication_is_refused_in_full(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         good = Publishing(a_record(namespace, "k"), a_location(), 60.0)
         bad = Publishing(a_record(namespace, "k"), a_location(generation=0), 60.0)
@@ -251,7 +224,7 @@ class StoreContract:
             store.publish_many([good, bad])
         assert store.locate(namespace, ["k"]) == [None]
 
-    def test_a_full_record_is_not_renewed(self, store: MetadataStore, namespace: str) -> None:
+    def test_a_full_record_is_not_renewed(self, store: BlockingStore, namespace: str) -> None:
         for n in range(LOCATIONS_MAX):
             store.publish(a_record(namespace, "k"), a_location(f"n{n}"), ttl_seconds=1.5)
         more = a_location("one-more")
@@ -262,7 +235,7 @@ class StoreContract:
     # ---- withdraw
 
     def test_many_withdrawals_are_answered_in_their_order(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         for key in ("a", "b", "c"):
             store.publish(a_record(namespace, key), a_location())
@@ -279,11 +252,10 @@ class StoreContract:
         assert answers == [True, False, False, True, False]
         left = store.locate(namespace, ["a", "b", "c"])
         assert [record and record.key for record in left] == [None, "b", None]
-        assert [store.gone(namespace, key) for key in "abc"] == ["expired", None, "evicted"]
         assert store.withdraw_many([]) == []
 
     def test_an_exact_withdrawal_names_the_node_of_the_copy(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         """Two nodes' locations may have the same text; `exactly` names one of them."""
         for node in ("node-1", "node-2"):
@@ -294,7 +266,7 @@ class StoreContract:
         assert found is not None
         assert len(found.locations) == 2
 
-    def test_withdraw_leaves_the_others(self, store: MetadataStore, namespace: str) -> None:
+    def test_withdraw_leaves_the_others(self, store: BlockingStore, namespace: str) -> None:
         for node in ("node-1", "node-2"):
             store.publish(a_record(namespace, "k"), a_location(node))
         assert store.withdraw(namespace, "k", "node-1", reason="evicted")
@@ -302,73 +274,23 @@ class StoreContract:
         (found,) = store.locate(namespace, ["k"])
         assert found is not None
         assert found.locations == (a_location("node-2"),)
-        assert store.gone(namespace, "k") is None, "it is not gone: node-2 has it"
 
-    def test_the_last_withdrawal_gives_the_reason(
-        self, store: MetadataStore, namespace: str
-    ) -> None:
-        store.publish(a_record(namespace, "k"), a_location())
-        assert store.withdraw(namespace, "k", "node-1", reason="evicted on node-1")
-        assert store.locate(namespace, ["k"]) == [None]
-        assert store.gone(namespace, "k") == "evicted on node-1"
-        store.publish(a_record(namespace, "k", dtype="float32"), a_location())
-        assert store.gone(namespace, "k") is None
-
-    def test_withdraw_of_an_absent_copy(self, store: MetadataStore, namespace: str) -> None:
+    def test_withdraw_of_an_absent_copy(self, store: BlockingStore, namespace: str) -> None:
         assert not store.withdraw(namespace, "k", "node-1", reason="evicted")
-        assert store.gone(namespace, "k") is None
+        assert store.locate(namespace, ["k"]) == [None]
 
     def test_withdraw_exactly_spares_a_newer_copy(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         stale, fresh = a_location(generation=1), a_location(generation=2)
         store.publish(a_record(namespace, "k"), fresh)
         assert not store.withdraw(namespace, "k", "node-1", reason="stale", exactly=stale)
         assert store.withdraw(namespace, "k", "node-1", reason="stale", exactly=fresh)
 
-    # ---- namespaces, counters
-
-    def test_namespaces(self, store: MetadataStore, namespace: str) -> None:
-        parts = {"model": "some/model: 7B", "dtype": "bfloat16", "empty": ""}
-        store.describe_namespace(namespace, parts)
-        store.describe_namespace("other", {})
-        assert store.namespaces() == {namespace: parts}
-
-    def test_counters_add_up(self, store: MetadataStore, namespace: str) -> None:
-        store.beat("node-1", BOOT, 1)
-        for _ in range(2):
-            store.add_hits(namespace, {"a": 1, "b": 20})
-            store.add_stats("node-1", {"hits_local": 3, "bytes": 1 << 40})
-        store.add_hits(namespace, {})
-        assert store.hits(namespace, ["b", "missing", "a"]) == [40, 0, 2]
-        assert store.hits(namespace, []) == []
-        assert store.stats() == {"node-1": {"hits_local": 6, "bytes": 1 << 41}}
-
-    def test_only_the_most_hit_keys_are_kept(self, store: MetadataStore, namespace: str) -> None:
-        store.add_hits(namespace, {f"rare-{n}": 1 for n in range(9_999)})
-        store.add_hits(namespace, {"top": 50, "second": 40})
-        assert store.hits(namespace, ["top", "second"]) == [50, 40]
-        assert sum(store.hits(namespace, [f"rare-{n}" for n in range(9_999)])) == 9_998
-
     # ---- the rest
 
-    def test_scan(self, store: MetadataStore, namespace: str) -> None:
-        for n in range(30):
-            store.publish(a_record(namespace, f"k{n}"), a_location())
-        store.publish(a_record("other", "k0"), a_location())
-        assert {record.key for record in store.scan(namespace)} == {f"k{n}" for n in range(30)}
-        assert {record.namespace for record in store.scan()} == {namespace, "other"}
-        assert len(list(store.scan(limit=7))) == 7
-        assert list(store.scan(limit=0)) == []
-
-    def test_ping_and_info(self, store: MetadataStore) -> None:
-        assert 0 <= store.ping() < 5
-        info = store.server_info()
-        assert info.product
-        assert info.mode == "standalone"
-
-    def test_closed(self, store: MetadataStore, namespace: str) -> None:
-        store.ping()
+    def test_closed(self, store: BlockingStore, namespace: str) -> None:
+        assert store.beats() == {}
         store.close()
         store.close()
         with pytest.raises(StoreUnavailable):

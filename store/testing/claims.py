@@ -1,4 +1,4 @@
-"""What every MetadataStore must do about claims. See contract_store.
+"""What every store must do about claims.
 
 Leases run on the store's clock. Tests that wait use short real leases, and check only that nothing
 ends early and that everything ends.
@@ -8,21 +8,21 @@ import time
 
 import pytest
 
-from contract_store import a_location, a_record
 from store import (
     LOCATIONS_MAX,
+    BlockingStore,
     ClaimAnswer,
     ClaimState,
-    MetadataStore,
     Publication,
     Releasing,
 )
+from store.testing.samples import StoreContract, a_location, a_record
 
 INTENT, ENCODING = ClaimState.INTENT, ClaimState.ENCODING
 
 
 def ask(
-    store: MetadataStore,
+    store: BlockingStore,
     namespace: str,
     who: str,
     lease_seconds: float = 30.0,
@@ -41,10 +41,8 @@ def ask(
     )
 
 
-class ClaimContract:
-    """Subclasses provide a `store` fixture that is empty at the start of each test."""
-
-    def test_one_claim_at_a_time(self, store: MetadataStore, namespace: str) -> None:
+class ClaimContract(StoreContract):
+    def test_one_claim_at_a_time(self, store: BlockingStore, namespace: str) -> None:
         first = ask(store, namespace, "a")
         assert (first.granted, first.holder, first.state) == (True, "a:1", ENCODING)
         second = ask(store, namespace, "b")
@@ -55,7 +53,7 @@ class ClaimContract:
         assert not store.release_claim(namespace, "k", token="token-of-a")
         assert ask(store, namespace, "b").granted
 
-    def test_claims_are_released_together(self, store: MetadataStore, namespace: str) -> None:
+    def test_claims_are_released_together(self, store: BlockingStore, namespace: str) -> None:
         ask(store, namespace, "a", key="mine")
         ask(store, namespace, "b", key="theirs")
         ask(store, "other", "a", key="mine")
@@ -67,7 +65,7 @@ class ClaimContract:
         assert not ask(store, namespace, "a", key="theirs").granted
 
     def test_a_claim_ends_with_its_lease_unless_renewed(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         for key in ("left", "renewed"):
             ask(store, namespace, "a", 1.5, key=key)
@@ -79,7 +77,7 @@ class ClaimContract:
         assert (late.granted, late.holder) == (False, "b:1")
         assert not ask(store, namespace, "b", key="renewed").granted
 
-    def test_an_intent_becomes_encoding(self, store: MetadataStore, namespace: str) -> None:
+    def test_an_intent_becomes_encoding(self, store: BlockingStore, namespace: str) -> None:
         meant = ask(store, namespace, "a", 2, state=INTENT)
         assert (meant.granted, meant.state) == (True, INTENT)
         assert ask(store, namespace, "b").state is INTENT, "others see how far it has come"
@@ -89,7 +87,7 @@ class ClaimContract:
         assert (seen.granted, seen.state) == (False, ENCODING)
         assert seen.remaining_seconds > 2
 
-    def test_an_intent_is_not_renewed(self, store: MetadataStore, namespace: str) -> None:
+    def test_an_intent_is_not_renewed(self, store: BlockingStore, namespace: str) -> None:
         ask(store, namespace, "a", 1.5, state=INTENT)
         again = ask(store, namespace, "a", 30, state=INTENT)
         assert (again.granted, again.state) == (True, INTENT)
@@ -97,7 +95,7 @@ class ClaimContract:
         time.sleep(1.6)
         assert ask(store, namespace, "b").granted
 
-    def test_an_encoding_claim_stays_one(self, store: MetadataStore, namespace: str) -> None:
+    def test_an_encoding_claim_stays_one(self, store: BlockingStore, namespace: str) -> None:
         ask(store, namespace, "a", 30)
         again = ask(store, namespace, "a", 1, state=INTENT)
         assert (again.granted, again.state) == (True, ENCODING)
@@ -105,7 +103,7 @@ class ClaimContract:
         assert ask(store, namespace, "b").remaining_seconds > 2
 
     def test_an_intent_after_its_end_is_a_new_one(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         ask(store, namespace, "a", 0.1)
         time.sleep(0.15)
@@ -113,7 +111,7 @@ class ClaimContract:
         assert (again.granted, again.state) == (True, INTENT)
 
     def test_the_reply_to_a_claim_has_the_record(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         assert ask(store, namespace, "a").record is None
         assert ask(store, namespace, "b").record is None
@@ -129,14 +127,14 @@ class ClaimContract:
         assert ask(store, namespace, "c", key="other").record is None
 
     @pytest.mark.parametrize("key", ["x" * 5000, "}{", "Ω*?[a-z]", "\udcff not decodable"])
-    def test_the_record_of_an_odd_key(self, store: MetadataStore, namespace: str, key: str) -> None:
+    def test_the_record_of_an_odd_key(self, store: BlockingStore, namespace: str, key: str) -> None:
         store.publish(a_record(namespace, key), a_location())
         found = ask(store, namespace, "a", key=key).record
         assert found is not None
         assert found.key == key
 
     def test_a_publication_ends_only_the_publishers_claim(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         record = a_record(namespace, "k")
         ask(store, namespace, "a")
@@ -148,7 +146,7 @@ class ClaimContract:
         assert ask(store, namespace, "b").granted
 
     def test_publishing_a_present_copy_ends_the_claim_too(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         for state in (INTENT, ENCODING):
             store.publish(a_record(namespace, "k"), a_location())
@@ -158,7 +156,7 @@ class ClaimContract:
             assert not store.release_claim(namespace, "k", token="token-of-a")
 
     def test_a_publication_to_a_full_record_ends_the_claim_too(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         for n in range(LOCATIONS_MAX):
             store.publish(a_record(namespace, "k"), a_location(f"node-{n}"))
@@ -169,7 +167,7 @@ class ClaimContract:
         assert full is Publication.FULL
         assert not store.release_claim(namespace, "k", token="token-of-a")
 
-    def test_a_conflict_does_not_end_the_claim(self, store: MetadataStore, namespace: str) -> None:
+    def test_a_conflict_does_not_end_the_claim(self, store: BlockingStore, namespace: str) -> None:
         store.publish(a_record(namespace, "k"), a_location())
         ask(store, namespace, "a")
         other = a_record(namespace, "k", dtype="float32")
@@ -177,6 +175,21 @@ class ClaimContract:
         assert answer is Publication.CONFLICT
         assert store.release_claim(namespace, "k", token="token-of-a")
 
-    def test_a_token_with_a_colon_is_refused(self, store: MetadataStore, namespace: str) -> None:
+    def test_a_token_with_a_colon_is_refused(self, store: BlockingStore, namespace: str) -> None:
         with pytest.raises(ValueError):
             store.claim(namespace, "k", holder="a", token="x:y", state=ENCODING, lease_seconds=1)
+
+    def test_a_claim_has_its_start(self, store: BlockingStore, namespace: str) -> None:
+        def ask(state: ClaimState, holder: str, token: str = "t") -> str:
+            return store.claim(
+                namespace, "k", holder=holder, token=token, state=state, lease_seconds=30.0
+            ).holder
+
+        assert ask(INTENT, "a:1") == "a:1"
+        assert ask(INTENT, "a:2") == "a:1"
+        assert ask(ENCODING, "a:3") == "a:3", "another state since then"
+        assert ask(ENCODING, "a:4") == "a:3"
+        assert ask(INTENT, "a:5") == "a:3"
+        assert ask(ENCODING, "b:6", token="other") == "a:3"
+        assert store.release_claim(namespace, "k", token="t")
+        assert ask(ENCODING, "b:7", token="other") == "b:7"

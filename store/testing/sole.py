@@ -1,33 +1,31 @@
-"""What every MetadataStore must do about hand-offs, which exactly one node may hold."""
+"""What every store must do about hand-offs, which exactly one node may hold."""
 
 from typing import Any
 
 import pytest
 
-from contract_store import OTHER_BOOT, a_location, a_record
-from store import Location, MetadataStore, Publication, Publishing
+from store import BlockingStore, Location, Publication, Publishing
+from store.testing.samples import OTHER_BOOT, StoreContract, a_location, a_record
 
 OFFER = 0
 """The checksum of a hand-off that waits for admission."""
 
 
-def publish(store: MetadataStore, namespace: str, at: Location, **changes: Any) -> Publication:
+def publish(store: BlockingStore, namespace: str, at: Location, **changes: Any) -> Publication:
     record = a_record(namespace, "k@r", **changes)
     (outcome,) = store.publish_many([Publishing(record, at, 60.0, sole=True)])
     return outcome
 
 
-def locations(store: MetadataStore, namespace: str) -> set[Location]:
+def locations(store: BlockingStore, namespace: str) -> set[Location]:
     (found,) = store.locate(namespace, ["k@r"])
     return set() if found is None else set(found.locations)
 
 
-class SoleContract:
-    """Subclasses provide `store` and `namespace` fixtures, empty at the start of each test."""
-
+class SoleContract(StoreContract):
     @pytest.mark.parametrize("changes", [{}, {"shape": (3, 3)}], ids=["alike", "another shape"])
     def test_a_hand_off_of_another_node_is_owned(
-        self, store: MetadataStore, namespace: str, changes: dict[str, Any]
+        self, store: BlockingStore, namespace: str, changes: dict[str, Any]
     ) -> None:
         first, second = a_location("node-1"), a_location("node-2", checksum=7)
         assert publish(store, namespace, first) is Publication.ADDED
@@ -39,7 +37,7 @@ class SoleContract:
         assert locations(store, namespace) == {second}
 
     def test_the_owner_replaces_a_hand_off_of_any_shape(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         publish(store, namespace, a_location(generation=1))
         for newer in (a_location(generation=2), a_location(boot=OTHER_BOOT, generation=1)):
@@ -50,7 +48,7 @@ class SoleContract:
             assert (found.shape, found.locations) == (shape["shape"], (newer,))
 
     def test_an_offer_without_bytes_does_not_block_other_publications(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         offer, item = a_location("node-1", checksum=OFFER), a_location("node-2")
         assert publish(store, namespace, offer) is Publication.ADDED
@@ -60,7 +58,7 @@ class SoleContract:
         assert publish(store, namespace, later) is Publication.OWNED, "it is there now"
         assert locations(store, namespace) == {offer, item}
 
-    def test_shared_content_has_many_nodes(self, store: MetadataStore, namespace: str) -> None:
+    def test_shared_content_has_many_nodes(self, store: BlockingStore, namespace: str) -> None:
         record = a_record(namespace, "k")
         for node in ("node-1", "node-2"):
             assert store.publish(record, a_location(node)) is Publication.ADDED

@@ -1,9 +1,9 @@
-"""What every MetadataStore must do about device locations, which accompany other locations."""
+"""What every store must do about device locations, which accompany other locations."""
 
 import pytest
 
-from contract_store import OTHER_BOOT, a_location, a_record
-from store import DeviceLocation, Location, MetadataStore, Publication, Publishing, Withdrawing
+from store import BlockingStore, DeviceLocation, Location, Publication, Publishing, Withdrawing
+from store.testing.samples import OTHER_BOOT, StoreContract, a_location, a_record
 
 
 def on_device(node: str = "node-1", mark: int = 7) -> DeviceLocation:
@@ -11,23 +11,21 @@ def on_device(node: str = "node-1", mark: int = 7) -> DeviceLocation:
 
 
 def publish(
-    store: MetadataStore, namespace: str, at: Location, device: DeviceLocation | None
+    store: BlockingStore, namespace: str, at: Location, device: DeviceLocation | None
 ) -> Publication:
     publishing = Publishing(a_record(namespace, "k"), at, 60.0, device=device)
     (outcome,) = store.publish_many([publishing])
     return outcome
 
 
-def devices(store: MetadataStore, namespace: str) -> set[DeviceLocation]:
+def devices(store: BlockingStore, namespace: str) -> set[DeviceLocation]:
     (found,) = store.locate(namespace, ["k"])
     return set() if found is None else set(found.devices)
 
 
-class DeviceContract:
-    """Subclasses provide `store` and `namespace` fixtures, empty at the start of each test."""
-
+class DeviceContract(StoreContract):
     def test_a_device_location_belongs_to_a_location(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         assert publish(store, namespace, a_location(), on_device()) is Publication.ADDED
         other = a_location("node-2")
@@ -38,7 +36,7 @@ class DeviceContract:
         assert set(found.devices) == {on_device(), on_device("node-2")}
 
     def test_a_device_location_changes_without_its_location(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         publish(store, namespace, a_location(), None)
         assert devices(store, namespace) == set()
@@ -50,7 +48,7 @@ class DeviceContract:
         assert devices(store, namespace) == set()
 
     def test_a_device_location_is_removed_with_its_location(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         publish(store, namespace, a_location(), on_device())
         publish(store, namespace, a_location("node-2"), None)
@@ -60,7 +58,7 @@ class DeviceContract:
         assert (found.locations, found.devices) == ((a_location("node-2"),), ())
 
     def test_another_boot_or_generation_has_its_own_device_location(
-        self, store: MetadataStore, namespace: str
+        self, store: BlockingStore, namespace: str
     ) -> None:
         publish(store, namespace, a_location(generation=2), on_device(mark=2))
         late = publish(store, namespace, a_location(generation=1), on_device(mark=1))
@@ -74,7 +72,7 @@ class DeviceContract:
         ids=str,
     )
     def test_an_unreadable_device_location_is_refused(
-        self, store: MetadataStore, namespace: str, wrong: dict[str, object]
+        self, store: BlockingStore, namespace: str, wrong: dict[str, object]
     ) -> None:
         with pytest.raises(ValueError, match="device"):
             publish(store, namespace, a_location(), on_device()._replace(**wrong))  # type: ignore[arg-type]

@@ -1,0 +1,129 @@
+"""Credentials that are asked for again each time a connection is made, so that passwords rotate.
+
+redis-py calls a `CredentialProvider` at each dial. Errors name the setting, and never show a
+password. All methods run on the loop of the store.
+"""
+
+import asyncio
+import importlib
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from redis.credentials import CredentialProvider
+
+from store.errors import StoreUnavailable, StoreUrlError
+
+Login = tuple[str] | tuple[str, str]
+"""What a provider returns: a password, or a user and a password."""
+
+
+def read_password(path: Path, setting: str) -> str:
+    """The content of the file, without white space around it.
+
+    Raises:
+        StoreUnavailable: it cannot be read, or is empty. The message names the setting.
+    """
+    what = f"the file of setting {setting!r}, {path}"
+    try:
+        password = path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise StoreUnavailable(f"{what}, cannot be read: {why}") from error
+    if not password:
+        raise StoreUnavailable(f"{what}, is empty")
+    return password
+
+
+class PasswordFile(CredentialProvider):
+    """The password that `path` holds at the moment of the dial, for `username`."""
+
+    def __init__(self, path: Path, setting: str, username: str | None) -> None:
+        self._path = path
+        self._setting = setting
+        self._username = username
+
+    def get_credentials(self) -> Login:
+        """As `read_password`; the next dial may work."""
+        return _login(self._username, (read_password(self._path, self._setting),))
+
+    async def get_credentials_async(self) -> Login:
+        return self.get_credentials()
+
+    def __str__(self) -> str:
+        return f"the password is that of {self._path}"
+
+
+class ProviderLogin(CredentialProvider):
+    """The answer of a user's provider, which may take longer than a dial.
+
+    A dial that gives up does not end the question: the next one takes its answer. A provider that
+    only has `get_credentials` runs on a thread, since it may block.
+    """
+
+    def __init__(self, provider: CredentialProvider, username: str | None) -> None:
+        self._provider = provider
+        self._username = username
+        self._question: asyncio.Task[Login] | None = None
+
+    async def get_credentials_async(self) -> Login:
+        """Raises StoreUnavailable: the provider failed."""
+        question = self._question
+        if question is None:
+            question = self._question = asyncio.create_task(self._ask())
+        try:
+            return await asyncio.shield(question)
+        finally:
+            if question.done() and self._question is question:
+                self._question = None
+
+    async def close(self) -> None:
+        """Give up the question that is open, if there is one."""
+        if self._question is not None:
+            self._question.cancel()
+            await asyncio.gather(self._question, return_exceptions=True)
+
+    async def _ask(self) -> Login:
+        provider = self._provider
+        try:
+            if type(provider).get_credentials_async is CredentialProvider.get_credentials_async:
+                answer = await asyncio.to_thread(provider.get_credentials)
+            else:
+                answer = await provider.get_credentials_async()
+            return _login(self._username, answer)
+        except Exception as error:  # of the user's code
+            name = type(provider).__name__
+            raise StoreUnavailable(
+                f"the credential provider {name} failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def __str__(self) -> str:
+        return f"the password is that of the credential provider {type(self._provider).__name__}"
+
+
+def load_provider(path: str) -> CredentialProvider:
+    """The provider at `package.module:attribute`: an instance, or what makes one without arguments.
+
+    Raises:
+        StoreUrlError: nothing like that is there, or it fails.
+    """
+    what = f"the credential provider {path!r}"
+    module, _, attribute = path.partition(":")
+    try:
+        found: Any = attrgetter(attribute)(importlib.import_module(module))
+        provider = found if isinstance(found, CredentialProvider) else found()
+    except Exception as error:  # of the user's code
+        raise StoreUrlError(f"{what} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(provider, CredentialProvider):
+        raise StoreUrlError(
+            f"{what} is a {type(provider).__name__}; allowed: a redis.credentials."
+            "CredentialProvider, or a class or function that makes one without arguments"
+        )
+    return provider
+
+
+def _login(username: str | None, answer: Login) -> Login:
+    """The answer, with `username` if it is a password alone."""
+    if len(answer) == 1 and username is not None:
+        return (username, answer[0])
+    return answer
