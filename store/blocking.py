@@ -6,6 +6,7 @@ its call takes. So a command needs no thread for its store.
 
 import asyncio
 import functools
+import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
@@ -54,7 +55,8 @@ class LoopRunner:
             finally:
                 self._end_drive()
         except BaseException:
-            coroutine.close()
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                coroutine.close()  # else it belongs to a task of the loop
             raise
 
     def iterate(self, iterator: AsyncIterator[_T]) -> Iterator[_T]:
@@ -144,10 +146,18 @@ def _check_thread() -> None:
 
 
 def _run_to_end(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `coroutine`, which leaves no task behind when a signal interrupts it."""
+    """The result of `coroutine`, which leaves no task behind when a signal interrupts it.
+
+    A `stop` that was meant for the loop's owner does not end it.
+    """
     task = loop.create_task(coroutine)
     try:
-        return loop.run_until_complete(task)
+        while True:
+            try:
+                return loop.run_until_complete(task)
+            except RuntimeError:
+                if task.done() or loop.is_running() or loop.is_closed():
+                    raise
     except BaseException:
         if not task.done():
             task.cancel()

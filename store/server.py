@@ -14,6 +14,8 @@ from store.replies import FAILURES, REFUSALS, Command, Reply, code_of, pack, rea
 
 PROBE_SECONDS_MIN, PROBE_SECONDS_MAX = 0.05, 1.0
 """Pause between two probes of a server that hangs, doubled each time."""
+PROBED_SECONDS = 30.0
+"""For how long a server is probed that no call is for: it may have left the cluster."""
 
 
 class Budget:
@@ -70,6 +72,7 @@ class Server:
         self._pool: ConnectionPool | None = None
         self._run_id = ""
         self._hangs = False
+        self._asked_at = 0.0
         self._probe: asyncio.Task[None] | None = None
         self._dials: set[asyncio.Timeout] = set()
         """Deadlines of the dials under way."""
@@ -104,7 +107,9 @@ class Server:
 
     @property
     def hangs(self) -> bool:
-        """Whether the last call got no answer in time. Then it is probed in the background."""
+        """Whether the last call got no answer in time. Then it is probed in the background, for as
+        long as somebody asks."""
+        self._asked_at = asyncio.get_running_loop().time()
         if self._hangs and (self._probe is None or self._probe.done()):
             self._probe = asyncio.create_task(self._probe_until_it_answers())
         return self._hangs
@@ -183,8 +188,8 @@ class Server:
         return StoreUnavailable(f"{name}: {reason_of(error)}")
 
     async def _probe_until_it_answers(self) -> None:
-        pause = PROBE_SECONDS_MIN
-        while self._hangs and not self._closed:
+        pause, loop = PROBE_SECONDS_MIN, asyncio.get_running_loop()
+        while self._hangs and not self._closed and loop.time() < self._asked_at + PROBED_SECONDS:
             try:
                 await self.exchange([("PING",)])
             except StoreUnavailable:

@@ -113,7 +113,7 @@ class TrackedConnection:
         Detects a connection that ended without notice, as after a firewall dropped its state: it
         would push nothing any more.
         """
-        if self._resets != self.server.resets:
+        if self._connection is not None and self._resets != self.server.resets:
             self._disconnect(StoreUnavailable(f"store {self.server.endpoint}: it was replaced"))
         elif self._connection is not None and not self._requests:
             deadline = self._loop.time() + self.server.access.call_timeout_seconds
@@ -189,6 +189,7 @@ class TrackedConnection:
                 continue
             try:
                 connection = await dial_tracked(self.server)
+                resets = self.server.resets
             except StoreError as error:
                 self._is_down = True
                 self._pause(error)
@@ -196,10 +197,15 @@ class TrackedConnection:
                     self._drop_requests(error)
                 self._needs_dial.set()
                 continue
-            if self._connection is not None and not await self._is_dead():
+            try:
+                is_needed = self._connection is None or await self._is_dead()
+            except BaseException:  # this connection has no other owner yet
                 await connection.disconnect(nowait=True)
+                raise
+            if is_needed:
+                self._use(connection, resets)
             else:
-                self._use(connection)
+                await connection.disconnect(nowait=True)
 
     def _report(self, dialling: asyncio.Task[None]) -> None:
         """Of a fault of the code: without this task nothing connects again."""
@@ -214,11 +220,12 @@ class TrackedConnection:
             await asyncio.sleep(self.server.access.call_timeout_seconds / 2)
         return self._is_down
 
-    def _use(self, connection: AbstractConnection) -> None:
+    def _use(self, connection: AbstractConnection, resets: int) -> None:
+        """`resets` is that of the server when `connection` had logged in."""
         if self._connection is not None:
             self._disconnect(self._last_error)
         self._connection = connection
-        self._resets = self.server.resets
+        self._resets = resets
         self._is_down = False
         self._pause_seconds = PAUSE_SECONDS_MIN
         self._paused_until = 0.0
@@ -243,7 +250,10 @@ class TrackedConnection:
                 self._disconnect(self.server.unavailable(error))
 
     async def _pushed(self, push: Sequence[Any]) -> object:
-        self._invalidated(self, push[1])
+        try:
+            self._invalidated(self, push[1])
+        except Exception as error:  # noqa: BLE001 -- redis-py would take it for a reply, and all later ones for the next
+            self._loop.call_exception_handler({"message": "a push failed", "exception": error})
         return _PUSHED
 
     async def _write(self, connection: AbstractConnection) -> None:

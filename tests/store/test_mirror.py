@@ -351,6 +351,22 @@ def test_a_killed_server_that_comes_back_empty(server: EmbeddedServer, namespace
         watching.cancel()
 
 
+def test_a_mirror_that_rested_while_its_server_was_replaced_connects_again(
+    server: EmbeddedServer, namespace: str
+) -> None:
+    with Mirroring(server.url) as mirroring:
+        assert mirroring.has(namespace, "k") is False
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: not alive(server.pid), 2.0)
+        with EmbeddedServer.start(
+            server.directory, timeout_seconds=10, executable=valkey_executable()
+        ):
+            for _ in range(6):  # the store sees that another server answers; nobody asks the mirror
+                mirroring.store.ping()
+                time.sleep(1.0)
+            assert mirroring.has(namespace, "k") is False
+
+
 def test_a_server_that_refuses_tracking_is_logged(server: EmbeddedServer, namespace: str) -> None:
     command(server.url, "ACL", "SETUSER", "lb", "on", ">pw", "~lb:*", "+@all", "-client|tracking")
     with Mirroring(f"unix://lb:pw@{server.url.removeprefix('unix://')}") as mirroring:

@@ -1,0 +1,77 @@
+"""Blocking calls of an asynchronous store: whoever waits may be interrupted, the owner may stop."""
+
+import asyncio
+import os
+import signal
+import threading
+
+import pytest
+
+from nodes import wait_until
+from store.blocking import LoopRunner
+
+
+def test_an_interrupted_call_is_cancelled_on_the_loop_that_another_thread_drives() -> None:
+    runner, begun = LoopRunner(), threading.Event()
+    ended: list[type] = []
+
+    async def drive() -> None:
+        begun.set()
+        while not ended:
+            await asyncio.sleep(0.01)
+
+    async def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.sleep(60.0)
+        except BaseException as end:
+            ended.append(type(end))
+            raise
+
+    driver = threading.Thread(target=lambda: runner.run(drive()))
+    driver.start()
+    begun.wait(10.0)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(interrupted())
+    wait_until(lambda: ended, 5.0)
+    driver.join()
+    assert ended == [asyncio.CancelledError]
+    runner.close(asyncio.sleep(0))
+
+
+def test_an_interrupted_call_of_the_driving_thread_leaves_no_task() -> None:
+    runner = LoopRunner()
+    ended: list[type] = []
+
+    async def interrupted() -> None:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            await asyncio.sleep(60.0)
+        except BaseException as end:
+            ended.append(type(end))
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(interrupted())
+    assert ended == [asyncio.CancelledError]
+    assert runner.run(asyncio.sleep(0, "next")) == "next"
+    runner.close(asyncio.sleep(0))
+
+
+def test_a_stop_for_the_owner_of_the_loop_ends_no_later_call() -> None:
+    loop = asyncio.new_event_loop()
+    runner = LoopRunner(loop)
+    runner.owner_stopped()
+    loop.call_soon(loop.stop)
+    assert runner.run(asyncio.sleep(0.01, "done")) == "done"
+    runner.close(asyncio.sleep(0))
+
+
+def test_a_call_inside_a_coroutine_is_refused() -> None:
+    runner = LoopRunner()
+
+    async def call() -> None:
+        runner.run(asyncio.sleep(0))
+
+    with pytest.raises(RuntimeError, match="open_async_store"):
+        asyncio.run(call())
