@@ -34,7 +34,11 @@ def test_a_batch_that_was_computed_elsewhere_bypasses_the_model(connect: Connect
         assert computed == sum(lengths)
         assert torch.equal(logits, alone(*prompts))
         logits, computed = run(connect(host=1), *prompts)
-        assert torch.equal(logits, alone(*prompts)), "in any case"
+        expected = alone(*prompts)
+        if computed == 0:
+            assert torch.equal(logits, expected)
+        # A batch of which a part was loaded is computed in other shapes, which round differently.
+        assert torch.allclose(logits, expected, atol=1e-3)
         return computed == 0
 
     # A look-up that gets no answer in time is a miss, as on a machine whose core stood still.
