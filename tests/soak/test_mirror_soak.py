@@ -132,7 +132,8 @@ class Soaker:
         assert self._mirror is not None
         give_up = time.monotonic() + AGREE_SECONDS
         while True:
-            truth = dict(zip(KEYS, self._store.locate(self._namespace, KEYS), strict=True))
+            found = await asyncio.to_thread(self._store.locate, self._namespace, KEYS)
+            truth = dict(zip(KEYS, found, strict=True))
             await asyncio.sleep(0.05)  # what reading has just expired is pushed
             entries = dict(self._mirror.entries(self._namespace))
             differ = [key for key, entry in entries.items() if entry.record != truth[key]]
@@ -205,14 +206,14 @@ def soakers(server: EmbeddedServer, namespace: str) -> Iterator[list["subprocess
             stream.close()
 
 
-def _tell(soakers: list["subprocess.Popen[str]"], text: str) -> None:
+def _send(soakers: list["subprocess.Popen[str]"], text: str) -> None:
     for process in soakers:
         assert process.stdin is not None
         process.stdin.write(text + "\n")
         process.stdin.flush()
 
 
-def _hear(soakers: list["subprocess.Popen[str]"]) -> list[dict[str, object]]:
+def _receive(soakers: list["subprocess.Popen[str]"]) -> list[dict[str, object]]:
     answers = []
     for process in soakers:
         assert process.stdout is not None
@@ -233,20 +234,20 @@ def test_after_each_quiet_moment_every_mirror_equals_redis(
     chance = random.Random(7)
     pushes = 0
     for _ in range(ROUNDS):
-        _tell(soakers, f"work {OPERATIONS // PROCESSES // ROUNDS}")
+        _send(soakers, f"work {OPERATIONS // PROCESSES // ROUNDS}")
         for _ in range(CUTS_A_ROUND):
             time.sleep(0.1)
             _cut(server, chance)
-        worked = _hear(soakers)
+        worked = _receive(soakers)
         assert all(answer["asked"] for answer in worked)
         # Mirrors that know something, and then a few changes more.
-        _tell(soakers, "look")
-        _hear(soakers)
-        _tell(soakers, f"work {LAST_OPERATIONS}")
+        _send(soakers, "look")
+        _receive(soakers)
+        _send(soakers, f"work {LAST_OPERATIONS}")
         _cut(server, chance)
-        _hear(soakers)
-        _tell(soakers, "compare")
-        compared = _hear(soakers)
+        _receive(soakers)
+        _send(soakers, "compare")
+        compared = _receive(soakers)
         assert [answer["differ"] for answer in compared] == [[]] * PROCESSES, compared
         sizes = sorted(int(str(answer["size"])) for answer in compared)
         assert sizes[2] > 100, "most mirrors know something"  # one may just have been cut off
