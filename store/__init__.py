@@ -155,7 +155,9 @@ def open_async_store(
             call_timeout_seconds=call_timeout_seconds,
             connect_timeout_seconds=connect_timeout_seconds,
             credentials=_credentials(address, password_file, credential_provider),
-            sentinel_credentials=_sentinel_credentials(address, sentinel_password_file),
+            sentinel_credentials=_password_file(
+                sentinel_password_file, "store_sentinel_password_file", address.sentinel_username
+            ),
             name=name,
         )
     )
@@ -163,26 +165,29 @@ def open_async_store(
 
 def _password_now(password: str | None, file: Path | None, setting: str) -> str | None:
     """The password for a store of a package, which gets it once."""
-    from store.credentials import read_password
+    if file is None:
+        return password
+    from store.credentials import read_password  # imports redis-py
 
-    return password if file is None else read_password(file, setting)
+    return read_password(file, setting)
 
 
 def _credentials(
     address: StoreUrl, file: Path | None, provider: "CredentialProvider | None"
 ) -> "CredentialProvider | None":
-    from store.credentials import PasswordFile, ProviderLogin
+    from store.credentials import ProviderLogin
 
     if provider is not None:
         return ProviderLogin(provider, address.username)
-    return None if file is None else PasswordFile(file, "store_password_file", address.username)
+    return _password_file(file, "store_password_file", address.username)
 
 
-def _sentinel_credentials(address: StoreUrl, file: Path | None) -> "CredentialProvider | None":
+def _password_file(
+    file: Path | None, setting: str, username: str | None
+) -> "CredentialProvider | None":
     from store.credentials import PasswordFile
 
-    setting, user = "store_sentinel_password_file", address.sentinel_username
-    return None if file is None else PasswordFile(file, setting, user)
+    return None if file is None else PasswordFile(file, setting, username)
 
 
 def open_store(url: str, **options: Any) -> BlockingStore:

@@ -14,14 +14,7 @@ from redis.exceptions import AskError, MovedError, NoScriptError
 
 from store.connections import Endpoint
 from store.errors import StoreCorrupt, StoreError, StoreUnavailable
-from store.replies import (
-    REFUSALS,
-    Command,
-    Part,
-    Reply,
-    code_of,
-    translated,
-)
+from store.replies import REFUSALS, Command, Part, Reply, code_of, translated
 from store.server import Budget, Server
 from store.topology import Route, Topology
 
