@@ -17,7 +17,7 @@ from lookup_buffer.times import DEAD_AFTER_SECONDS, LONG_DEAD_SECONDS, STALL_SEC
 from store import BlockingStore, Location, NodeInfo, Record, StoreError, StoreUnavailable
 
 REFRESH_SECONDS_MIN = 0.05
-"""Unknown nodes in records cause at most one refresh in this time."""
+"""A boot that a refresh did not find causes another one after this time, at the earliest."""
 VOID_MAX = 1000
 """Bound on the collected locations of dead nodes; the others are found at a later look-up."""
 UNSEEN_MAX = 1000
@@ -39,7 +39,8 @@ class Directory:
         self._infos: dict[tuple[str, str], NodeInfo] = {}
         self._void: dict[tuple[QualifiedKey, Location], None] = {}
         self._unseen_since: dict[tuple[str, str], float] = {}
-        """By boot without a beat: time of the first query about it, by the clock."""
+        """By boot without a beat or a description: time of the first query about it, by the
+        clock."""
         self._endpoints: dict[tuple[str, str], str] = {}
         self.refreshed_at = -REFRESH_SECONDS_MIN
         """When the last reading of the beats began, by the clock: it includes all earlier beats."""
@@ -137,10 +138,18 @@ class Directory:
         return self._endpoints.get((location.node, location.boot))
 
     def knows(self, location: Location) -> bool:
-        """Whether this boot of the node is known, or the last refresh is too recent to repeat."""
+        """Whether this boot of the node is known, or was just not found.
+
+        A refresh that began before the first call may have been too early to find a new boot,
+        however recent it is.
+        """
+        boot = (location.node, location.boot)
         with self._lock:
-            known = location.node == self._node or (location.node, location.boot) in self._infos
-            return known or self._clock() - self.refreshed_at < REFRESH_SECONDS_MIN
+            if location.node == self._node or boot in self._infos:
+                return True
+            now = self._clock()
+            was_missed = self.refreshed_at > self._note_unseen(boot, now)
+            return was_missed and now - self.refreshed_at < REFRESH_SECONDS_MIN
 
     # -- dead nodes
 
@@ -175,7 +184,7 @@ class Directory:
             return self._liveness.dead_seconds(location.node, location.boot)
 
     def _note_unseen(self, boot: tuple[str, str], since: float) -> float:
-        """Since when `boot` has had no beat."""
+        """Since when `boot` has been unknown."""
         if len(self._unseen_since) >= UNSEEN_MAX and boot not in self._unseen_since:
             del self._unseen_since[next(iter(self._unseen_since))]
         return self._unseen_since.setdefault(boot, since)

@@ -191,6 +191,29 @@ def test_a_boot_that_is_too_young_to_be_known_is_not_dead(fleet: Fleet) -> None:
     assert fleet.directory.is_dead(at("a", "next")), "there is no such boot"
 
 
+def test_a_boot_that_began_right_after_the_last_refresh_is_found(fleet: Fleet) -> None:
+    """Its record may be read milliseconds later, which is no reason for a miss."""
+    fleet.pass_seconds(3, "us", "a")
+    fleet.store.beat("new", "newboot", 1)
+    fleet.store.describe_node(info("new"))
+    record = a_record("ns", "k")._replace(locations=(at("new"),))
+    fleet.clock.now += 0.001
+    assert not fleet.directory.knows(at("new"))
+    fleet.directory.meet(fleet.store, [record])
+    assert fleet.directory.sources(record) == ((at("new"), "tcp://new:1"),)
+
+
+def test_a_boot_that_is_not_found_causes_few_refreshes(fleet: Fleet) -> None:
+    fleet.pass_seconds(3, "us", "a")
+    record = a_record("ns", "k")._replace(locations=(at("gone"),))
+    began = set()
+    for _ in range(1000):
+        fleet.clock.now += 0.001
+        fleet.directory.meet(fleet.store, [record])
+        began.add(fleet.directory.refreshed_at)
+    assert 15 <= len(began) <= 22
+
+
 def test_a_boot_that_was_replaced_is_dead_at_once(fleet: Fleet) -> None:
     fleet.pass_seconds(10, "us", "a", "b")
     fleet.clock.now += 1.0
