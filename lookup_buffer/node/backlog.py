@@ -4,8 +4,8 @@ An address is in it once, however often it changed: the publisher writes what th
 that moment. Hand-offs that became available come first, since their producers and perhaps their
 takers wait; then other new changes. Rewrites (a walk of the inventory, a store that lost its data)
 come last and at a bounded rate. Changes whose server of a cluster was not reached are held apart
-until `retry`, so that they do not delay the others. `registrar` adds from any thread; `publisher`
-takes on `lb-registrar`.
+by server until `retry`, so that they do not delay the others. `registrar` adds from any thread;
+`publisher` takes on `lb-registrar`.
 """
 
 import threading
@@ -55,8 +55,8 @@ class Backlog:
         """Hand-offs that appeared: bounded by the arena."""
         self._fresh: dict[QualifiedKey, Change] = {}
         self._again: dict[QualifiedKey, Change] = {}
-        self._held: dict[QualifiedKey, Change] = {}
-        """Not due before `retry`."""
+        self._held: dict[str, dict[QualifiedKey, Change]] = {}
+        """By server, see `hold`: not due before `retry`."""
         self._recent: dict[QualifiedKey, tuple[float, Change]] = {}
 
     def add(self, change: Change) -> None:
@@ -100,25 +100,37 @@ class Backlog:
             for change in changes:
                 self._put_back(change)
 
-    def hold(self, changes: Iterable[Change]) -> None:
-        """As `put_back`, for changes that are not due before `retry`."""
+    def hold(self, changes: Iterable[Change], place_of: Callable[[QualifiedKey], str]) -> set[str]:
+        """As `put_back`, for changes that are not due before `retry`, as their servers were not
+        reached. Returns the names of these servers, as `place_of` gives them."""
+        places = set()
         with self._lock:
             for change in changes:
-                if change.address in self._urgent or change.address in self._fresh:
+                place = place_of(change.address)
+                places.add(place)
+                if any(change.address in queue for queue in self._due_or_held()):
                     self._put_back(change)
                 else:
-                    self._held.setdefault(change.address, change)
-            while len(self._held) > FRESH_MAX:
-                del self._held[next(iter(self._held))]
+                    self._held.setdefault(place, {})[change.address] = change
+            while self._count_held() > FRESH_MAX:
+                longest = max(self._held.values(), key=len)
+                del longest[next(iter(longest))]
+        return places
 
-    def retry(self, most: int = FRESH_MAX) -> int:
-        """Make up to `most` of the held changes due, those first that were held longest; returns
-        how many."""
+    def retry(self, most: int = BATCH) -> set[str]:
+        """Make up to `most` of the held changes due: some of each server, those first that were
+        held longest. Returns the names of the servers."""
         with self._lock:
-            changes = _pop_first(self._held, min(most, len(self._held)))
-            for change in changes:
-                self._put_back(change)
-        return len(changes)
+            places = set(self._held)
+            for place in places:
+                self._retry(place, max(1, most // len(places)))
+        return places
+
+    def retry_all(self, places: Iterable[str]) -> None:
+        """Make all held changes of these servers due, which are reached again."""
+        with self._lock:
+            for place in places:
+                self._retry(place, FRESH_MAX)
 
     def wait_seconds(self) -> float | None:
         """Seconds until `take` returns enough for a round trip; None if the set is empty."""
@@ -129,7 +141,22 @@ class Backlog:
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._urgent) + len(self._fresh) + len(self._again) + len(self._held)
+            due = len(self._urgent) + len(self._fresh) + len(self._again)
+            return due + self._count_held()
+
+    def _count_held(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    def _due_or_held(self) -> tuple[dict[QualifiedKey, Change], ...]:
+        """All that is not a rewrite."""
+        return (self._urgent, self._fresh, *self._held.values())
+
+    def _retry(self, place: str, most: int) -> None:
+        held = self._held.get(place, {})
+        for change in _pop_first(held, min(most, len(held))):
+            self._put_back(change)
+        if not held:
+            self._held.pop(place, None)
 
     def _put_back(self, change: Change) -> None:
         if change.paced:
@@ -153,12 +180,11 @@ class Backlog:
             del self._fresh[next(iter(self._fresh))]
 
     def _pop(self, address: QualifiedKey) -> Change | None:
-        queues = (self._urgent, self._fresh, self._held)
-        found = [queue.pop(address) for queue in queues if address in queue]
+        found = [queue.pop(address) for queue in self._due_or_held() if address in queue]
         return found[0] if found else None
 
     def _add_again(self, change: Change) -> None:
-        if not any(change.address in queue for queue in (self._urgent, self._fresh, self._held)):
+        if not any(change.address in queue for queue in self._due_or_held()):
             self._again.setdefault(change.address, change)
 
     def _forget_old(self) -> None:

@@ -53,27 +53,26 @@ class Publisher:
     device_of: Callable[[Item, str], DeviceLocation | None] = lambda _item, _node: None
     """The device location beside a copy; may be called on any thread."""
 
-    def write(self, store: BlockingStore, *, until: float) -> int:
+    def write(self, store: BlockingStore, *, until: float) -> set[str]:
         """Write what is due: at least one batch, and further ones until the next beat.
 
-        Returns how many changes are held until `Backlog.retry`, as their server of a cluster was
-        not reached.
+        Returns the servers of a cluster that were not reached; their changes are held until
+        `Backlog.retry`.
 
         Raises:
             StoreError: the store was not reached. What was not written is back in the dirty set.
         """
-        held = 0
+        places: set[str] = set()
         while changes := self.backlog.take():
             try:
                 unreached = self._write(store, changes)
             except StoreError:
                 self.backlog.put_back(changes)
                 raise
-            self.backlog.hold(unreached)
-            held += len(unreached)
+            places |= self.backlog.hold(unreached, lambda address: store.place_of(*address))
             if self.clock() >= until:
                 break
-        return held
+        return places
 
     def withdraw_void(self, store: BlockingStore) -> None:
         """Withdraw some of the locations of dead nodes that readers found."""

@@ -17,7 +17,7 @@ from functools import partial
 
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.backlog import AGAIN_PER_SECOND_MAX, BATCH, Backlog, Change
+from lookup_buffer.node.backlog import AGAIN_PER_SECOND_MAX, Backlog, Change
 from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.node.directory import Directory
@@ -196,22 +196,22 @@ class Registrar:
         self._leave()
 
     def _take_turn(self, store: BlockingStore) -> None:
-        retried = 0
+        retried: set[str] = set()
         if self.clock() >= self._beat_at:
             began = self.clock()
             self._beat(store, began)
             self._beat_at = began + self._heartbeat.pause_seconds()
-            retried = self._backlog.retry(BATCH)
+            retried = self._backlog.retry()
         if self._heartbeat.established:
             for namespace in list(self._undescribed):
                 trouble = f"the description of namespace {namespace} was not written; retried"
                 self._errands.run(trouble, partial(self._describe, store, namespace))
-            held = self._publisher.write(store, until=self._beat_at)
-            if held:
-                error = StoreUnavailable("a server of the cluster was not reached")
+            missed = self._publisher.write(store, until=self._beat_at)
+            if missed:
+                servers = ", ".join(sorted(missed))
+                error = StoreUnavailable(f"servers of the cluster were not reached: {servers}")
                 self._troubles.log("some items were not published; retried with each beat", error)
-            elif retried:
-                self._backlog.retry()
+            self._backlog.retry_all(retried - missed)
 
     def _failed(self) -> None:
         self.store_up, self.failing = False, True

@@ -44,17 +44,47 @@ def test_hand_offs_that_appeared_come_first() -> None:
 
 def test_held_changes_are_due_when_they_are_retried() -> None:
     backlog = Backlog(Clock())
-    backlog.hold([of("a", token="t"), of("b"), of("c"), Change(("ns", "old"), "", paced=True)])
+    held = [of("a", token="t"), of("b"), of("c"), Change(("ns", "old"), "", paced=True)]
+    assert backlog.hold(held, lambda _: "server") == {"server"}
     assert (len(backlog), backlog.take(), backlog.wait_seconds()) == (4, [], None)
     backlog.add(of("a", "evicted"))
     backlog.repeat([("ns", "b"), ("ns", "d")], 1000.0)
     (newest,) = backlog.take(1)
     assert (newest.address[1], newest.reason, newest.claim_token) == ("a", "evicted", "t")
-    assert backlog.retry(1) == 1
+    assert backlog.retry(1) == {"server"}
     assert keys(backlog.take()) == ["b", "d"]
-    assert backlog.retry() == 2
+    backlog.retry_all({"server", "another"})
     assert keys(backlog.take()) == ["c", "old"]
-    assert (len(backlog), backlog.retry()) == (0, 0)
+    assert (len(backlog), backlog.retry()) == (0, set())
+
+
+def test_a_server_that_is_back_is_not_delayed_by_one_that_is_still_down() -> None:
+    backlog = Backlog(Clock())
+
+    def place_of(address: tuple[str, str]) -> str:
+        return address[1][0]
+
+    def write(down: str) -> None:
+        while changes := backlog.take():
+            missed.update(backlog.hold([c for c in changes if c.address[1][0] in down], place_of))
+            written.extend(key for key in keys(changes) if key[0] not in down)
+
+    written: list[str] = []
+    missed: set[str] = set()
+    names = [f"{server}{n}" for server in "abc" for n in range(1000)]
+    backlog.hold(map(of, names), place_of)
+    retried = backlog.retry()
+    write(down="ac")
+    assert (retried, missed) == ({"a", "b", "c"}, {"a", "c"})
+    backlog.retry_all(retried - missed)
+    write(down="ac")
+    assert sorted(written) == sorted(f"b{n}" for n in range(1000))
+    assert len(backlog) == 2000
+    for _ in range(3):
+        backlog.retry_all(backlog.retry())
+    write(down="")
+    assert sorted(written) == sorted(names)
+    assert len(backlog) == 0
 
 
 def test_rewrites_are_rate_limited_and_new_changes_are_not() -> None:
