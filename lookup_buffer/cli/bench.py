@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from lookup_buffer.cli.doctor import available_bytes
+from lookup_buffer.cli.check_host import available_bytes
 from lookup_buffer.cli.options import as_json, refuse_password, size_of
 from lookup_buffer.cli.output import print_json, print_line, print_table
 from lookup_buffer.inspection.access import CommandError, ExitCode

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from command_line import environment, run, run_at_terminal, run_json
-from lookup_buffer.cli import doctor
+from lookup_buffer.cli import check_host
 from lookup_buffer.config import BufferConfig
 from nodes import NodeProcess, StartNode, wait_until
 from patience import scaled
@@ -61,9 +61,9 @@ def test_all_is_well(start_node: StartNode, start_server: StartServer) -> None:
 
 
 def test_a_machine_without_the_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "IS_ORDERED", False)
+    monkeypatch.setattr(check_host, "IS_ORDERED", False)
     config = BufferConfig.of({"directory": tmp_path / "d"})
-    (check,) = [each for each in doctor.host_checks(config) if each.name == "index"]
+    (check,) = [each for each in check_host.host_checks(config) if each.name == "index"]
     assert check.verdict == "warn"
     assert "local and the remote index are off" in check.found
 

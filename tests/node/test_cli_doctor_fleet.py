@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from command_line import beating, boot_of, run_json
-from lookup_buffer.cli.doctor import clock_check
+from lookup_buffer.cli.check_store import clock_check
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.protocol.acceptor import Acceptor, listening_socket
 from lookup_buffer.protocol.auth import accept_handshake

@@ -10,7 +10,8 @@ import pytest
 
 from clusters import Sentinels, ValkeyCluster
 from command_line import run_json
-from lookup_buffer.cli.doctor import Verdict, memory_check, version_check
+from lookup_buffer.cli.check import Verdict
+from lookup_buffer.cli.check_store import memory_check, version_check
 from servers import (
     ADMIN_PASSWORD,
     PASSWORD,

@@ -1,0 +1,33 @@
+"""Check: one result of `lookup-buffer doctor`, with advice if something is wrong."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    """It works, but perhaps slowly or not for long."""
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One result. `name` and `verdict` are stable; `found` and `advice` are for people."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+
+def ok(name: str, found: str) -> Check:
+    return Check(name, Verdict.OK, found)
+
+
+def warn(name: str, found: str, advice: str) -> Check:
+    return Check(name, Verdict.WARN, found, advice)
+
+
+def fail(name: str, found: str, advice: str) -> Check:
+    return Check(name, Verdict.FAIL, found, advice)
