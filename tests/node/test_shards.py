@@ -157,7 +157,7 @@ def test_copies_are_published_while_the_nodes_own_description_cannot_be(
             assert unlucky.stats()["store_up"]
             assert "the description of this node was not written" in unlucky.log_text()
         described = layout.node(unlucky.node_id)
-        wait_until(lambda: own_cluster.owner(described).command("TTL", described) > 86395, 15.0)
+        wait_until(lambda: own_cluster.command(described, "TTL", described) > 86395, 15.0)
 
 
 def test_publications_on_other_shards_do_not_wait(
@@ -186,7 +186,7 @@ def test_publications_on_other_shards_do_not_wait(
         wait_until(lambda: node.stats()["unpublished"] == 0, 15.0)
         for name in lost:
             record = layout.record(NAMESPACE, name.text)
-            assert own_cluster.owner(record).command("EXISTS", record)
+            assert own_cluster.command(record, "EXISTS", record)
 
 
 def _seconds_to_publish(cluster: ValkeyCluster, producer: LookupBuffer, name: TensorKey) -> float:

@@ -29,6 +29,7 @@ MASTERS = 3
 FIRST_SLOTS = range(SLOTS // MASTERS)
 """Of the first master, in the beginning."""
 NODE_TIMEOUT_MS = 2000
+REDIRECTS_MAX = 5
 MOVED_SECONDS = 10.0
 WHOLE_SECONDS = 30.0
 """Members elect and replicate in seconds; on a machine with two busy cores in more of them."""
@@ -98,8 +99,20 @@ class ValkeyCluster:
         return None
 
     def command(self, key: str | bytes, *parts: str | bytes | int) -> Any:
-        """The reply to one command, from the master that serves the slot of `key`."""
-        return self.owner(key).command(*parts)
+        """The reply to one command, from the master that serves the slot of `key`.
+
+        While members elect a master they differ in who serves it: redirects are followed.
+        """
+        server = self.owner(key)
+        for _ in range(REDIRECTS_MAX):
+            try:
+                return server.command(*parts)
+            except RespError as error:
+                code, _, place = str(error).partition(" ")
+                if code != "MOVED":
+                    raise
+                server = next(m for m in self.members if place.endswith(f":{m.port}"))
+        return server.command(*parts)
 
     # ---- what tests do to it
 
