@@ -41,23 +41,26 @@ class LoopRunner:
         self._owner_drives = loop is not None
         self._changed = threading.Condition()
         self._driven = False
+        self._calls = 0
+        """Calls under way."""
         self._closed = False
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """The result of `coroutine`."""
+        """The result of `coroutine`.
+
+        Raises:
+            StoreUnavailable: it is closed, or was closed meanwhile.
+        """
         try:
             _check_thread()
-            loop = self._open()
-            if not self._drive():
-                return self._wait(asyncio.run_coroutine_threadsafe(coroutine, loop), loop)
-            try:
-                return _run_to_end(loop, _after_events(coroutine))
-            finally:
-                self._end_drive()
+            with self._changed:
+                if self._closed:
+                    raise StoreUnavailable("the store is closed")
+                loop = self._begin()
         except BaseException:
-            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                coroutine.close()  # else it belongs to a task of the loop
+            coroutine.close()
             raise
+        return self._run(coroutine, loop)
 
     def iterate(self, iterator: AsyncIterator[_T]) -> Iterator[_T]:
         """The elements of `iterator`, read in pages."""
@@ -75,29 +78,56 @@ class LoopRunner:
             self._changed.notify_all()
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Run `last`, then nothing more. Idempotent."""
-        if self._closed:
-            last.close()
-            return
-        self.run(last)
-        self._closed = True
-        if self._loop is not None and not self._owner_drives:
+        """Run `last`, which ends the calls under way, then nothing more. Idempotent."""
+        try:
+            _check_thread()
             with self._changed:
-                self._changed.wait_for(lambda: not self._driven)
-            if not self._loop.is_closed():
-                self._loop.run_until_complete(_end_all())
-                self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-                self._loop.close()
+                if self._closed or (self._loop is not None and self._loop.is_closed()):
+                    self._closed = True
+                    last.close()
+                    return
+                loop = self._begin()
+                self._closed = True
+        except BaseException:
+            last.close()
+            raise
+        try:
+            self._run(last, loop)
+        finally:
+            with self._changed:
+                is_ours = not self._owner_drives
+                if is_ours:
+                    self._changed.wait_for(lambda: not self._calls)
+            if is_ours and not loop.is_closed():
+                loop.run_until_complete(_end_all())
+                loop.run_until_complete(loop.shutdown_asyncgens())
+                loop.close()
 
-    def _open(self) -> asyncio.AbstractEventLoop:
-        with self._changed:
-            if self._closed:
-                raise StoreUnavailable("the store is closed")
-            if self._loop is None:  # not before the first call: the process may fork
-                self._loop = asyncio.new_event_loop()
-            if self._loop.is_closed():
-                raise StoreUnavailable("the store is closed")
-            return self._loop
+    def _begin(self) -> asyncio.AbstractEventLoop:
+        """Count a call, under the lock. Until its end the loop is not closed."""
+        if self._loop is None:  # not before the first call: the process may fork
+            self._loop = asyncio.new_event_loop()
+        if self._loop.is_closed():  # by its owner
+            raise StoreUnavailable("the store is closed")
+        self._calls += 1
+        return self._loop
+
+    def _run(self, coroutine: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
+        try:
+            if not self._drive():
+                return self._wait(asyncio.run_coroutine_threadsafe(coroutine, loop), loop)
+            try:
+                return _run_to_end(loop, _after_events(coroutine))
+            finally:
+                self._end_drive()
+        except BaseException:
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                coroutine.close()  # else it belongs to a task of the loop
+            raise
+        finally:
+            with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
 
     def _drive(self) -> bool:
         with self._changed:

@@ -6,14 +6,20 @@ password. All methods run on the loop of the store.
 
 import asyncio
 import importlib
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from redis.credentials import CredentialProvider
 
 from store.errors import StoreUnavailable, StoreUrlError
 
+LATE_SECONDS_MAX: Final = 5.0
+"""How long an answer is used that came after its dial had given up: longer than the pause before
+the next dial, far shorter than a token's life (15 minutes for ElastiCache's IAM tokens)."""
 Login = tuple[str] | tuple[str, str]
 """What a provider returns: a password, or a user and a password."""
 
@@ -57,20 +63,25 @@ class PasswordFile(CredentialProvider):
 class ProviderLogin(CredentialProvider):
     """The answer of a user's provider, which may take longer than a dial.
 
-    A dial that gives up does not end the question: the next one takes its answer. A provider that
-    only has `get_credentials` runs on a thread, since it may block.
+    A dial that gives up does not end the question: the next one takes its answer, unless that is
+    older than LATE_SECONDS_MAX. A provider that only has `get_credentials` runs on a thread, since
+    it may block.
     """
 
     def __init__(self, provider: CredentialProvider, username: str | None) -> None:
         self._provider = provider
         self._username = username
         self._question: asyncio.Task[Login] | None = None
+        self._answered_at = 0.0
+        """When the last question was answered, by the loop's clock."""
 
     async def get_credentials_async(self) -> Login:
         """Raises StoreUnavailable: the provider failed."""
         question = self._question
-        if question is None:
+        now = asyncio.get_running_loop().time()
+        if question is None or (question.done() and now > self._answered_at + LATE_SECONDS_MAX):
             question = self._question = asyncio.create_task(self._ask())
+            question.add_done_callback(self._note_answer)
         try:
             return await asyncio.shield(question)
         finally:
@@ -83,11 +94,16 @@ class ProviderLogin(CredentialProvider):
             self._question.cancel()
             await asyncio.gather(self._question, return_exceptions=True)
 
+    def _note_answer(self, question: "asyncio.Task[Login]") -> None:
+        if not question.cancelled():
+            self._answered_at = question.get_loop().time()
+            question.exception()  # a dial that gave up does not fetch it
+
     async def _ask(self) -> Login:
         provider = self._provider
         try:
             if type(provider).get_credentials_async is CredentialProvider.get_credentials_async:
-                answer = await asyncio.to_thread(provider.get_credentials)
+                answer = await _on_daemon_thread(provider.get_credentials)
             else:
                 answer = await provider.get_credentials_async()
             return _login(self._username, answer)
@@ -99,6 +115,35 @@ class ProviderLogin(CredentialProvider):
 
     def __str__(self) -> str:
         return f"the password is that of the credential provider {type(self._provider).__name__}"
+
+
+async def _on_daemon_thread(call: Callable[[], Login]) -> Login:
+    """The result of `call`, on a thread that does not delay the end of the process.
+
+    `asyncio.to_thread` would: the interpreter waits for the threads of its pool.
+    """
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[Login] = loop.create_future()
+
+    def settle(answer: Login | None, error: BaseException | None) -> None:
+        if answered.done():
+            return
+        if answer is None:
+            answered.set_exception(error or ValueError("the answer is None"))
+        else:
+            answered.set_result(answer)
+
+    def run() -> None:
+        answer, error = None, None
+        try:
+            answer = call()
+        except Exception as caught:  # noqa: BLE001 -- of the user's code
+            error = caught
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, answer, error)
+
+    threading.Thread(target=run, name="lb-credentials", daemon=True).start()
+    return await answered
 
 
 def load_provider(path: str) -> CredentialProvider:

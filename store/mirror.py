@@ -161,7 +161,7 @@ class RedisMirror(Mirror):
             each = partial(self._read_one, connection, pending, group)
             connection.request(commands, each, partial(self._read_all, pending, group))
         if not groups:
-            self._call(pending.on_found, pending.found)
+            self._answer(pending)
 
     def _read_one(
         self,
@@ -188,19 +188,28 @@ class RedisMirror(Mirror):
         pending.left -= 1
         if pending.left:
             return
-        if pending.moved:
+        if pending.moved and not self._closed:
             self._repeat(pending)
         else:
-            self._call(pending.on_found, pending.found)
+            self._answer(pending)
 
     def _repeat(self, pending: "_PendingRead") -> None:
-        """Read again what had moved to other servers, once the new places are known."""
+        """Read again what had moved to other servers, once the new places are known.
+
+        The time of the request is not extended: what is still unread then is StoreUnavailable.
+        """
         pending.is_repeated = True
         moved, pending.moved = pending.moved, []
-        if self._closed:
-            self._call(pending.on_found, pending.found)
-            return
+        deadline = pending.sent_at + self._topology.access.call_timeout_seconds
+        pending.timer = self._loop.call_at(deadline, self._answer, pending)
         self._recheck().add_done_callback(lambda _: self._read(pending, moved))
+
+    def _answer(self, pending: "_PendingRead") -> None:
+        if pending.timer is not None:
+            pending.timer.cancel()
+        if not pending.is_answered:
+            pending.is_answered = True
+            self._call(pending.on_found, list(pending.found))  # later replies change its own
 
     def cache_reply(
         self,
@@ -342,3 +351,6 @@ class _PendingRead:
     moved: list[int] = field(default_factory=list)
     """What the servers that were asked no longer hold."""
     is_repeated: bool = False
+    timer: asyncio.TimerHandle | None = None
+    """Of a repeated one."""
+    is_answered: bool = False

@@ -34,6 +34,11 @@ class Budget:
         """Seconds until the deadline; never below 0."""
         return max(self._at - self._clock(), 0.0)
 
+    @property
+    def left_with_dials(self) -> float:
+        """Seconds until the deadline, if the rest of the time for dials is used, too."""
+        return self.left + self._dial_seconds
+
     def calling(self, share: float) -> asyncio.Timeout:
         """The deadline of a call that may take `share` of the time left."""
         return asyncio.timeout_at(self._clock() + share * self.left)

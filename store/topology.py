@@ -293,7 +293,7 @@ class ClusterTopology(Topology):
             self._loading = asyncio.create_task(self._load_now(budget))
         if self._loading is not None and not self._loading.done():
             # Of another caller, perhaps, whose end must not end it.
-            await asyncio.wait([self._loading], timeout=budget.left)
+            await asyncio.wait([self._loading], timeout=budget.left_with_dials)
         if not self._masters:
             raise StoreUnavailable(f"no server of the cluster reports its slots: {self._cause}")
 

@@ -135,7 +135,8 @@ class TrackedConnection:
         self._check_at(request.deadline)
 
     def _answered(self, reply: Reply) -> None:
-        self._is_down = False
+        if self._is_down:
+            self._note_up()
         if not self._requests:
             raise StoreUnavailable(f"store {self.server.endpoint}: a reply without a request")
         request = self._requests[0]
@@ -226,9 +227,7 @@ class TrackedConnection:
             self._disconnect(self._last_error)
         self._connection = connection
         self._resets = resets
-        self._is_down = False
-        self._pause_seconds = PAUSE_SECONDS_MIN
-        self._paused_until = 0.0
+        self._note_up()
         parser_of(connection).set_invalidation_push_handler(self._pushed)
         for stream in (self._read(connection), self._write(connection)):
             task = self._loop.create_task(stream)
@@ -280,6 +279,11 @@ class TrackedConnection:
         self._pause(error)
         self._lost(self)
         self._drop_requests(error)
+
+    def _note_up(self) -> None:
+        self._is_down = False
+        self._pause_seconds = PAUSE_SECONDS_MIN
+        self._paused_until = 0.0
 
     def _pause(self, error: StoreError) -> None:
         self._last_error = error

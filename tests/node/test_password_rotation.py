@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,21 +14,17 @@ from lookup_buffer import BufferConfig, LookupBuffer, Namespace
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.runtime import to_json
 from nodes import NodeProcess, StartNode, key, node_pids, tensor_of, wait_until, with_store
-from servers import command
+from rotation import NEW, OLD, RIGHTS, USER, rotate, rotating_user
 from store import EmbeddedServer
 
-USER, OLD, NEW = "rotating", "old-secret", "new-secret"
-RIGHTS = ("on", "~*", "&*", "+@all")
 FOUND_SECONDS = 10.0
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 @pytest.fixture
 def server(valkey_server: EmbeddedServer) -> Iterator[EmbeddedServer]:
-    """With the user, whose password is OLD."""
-    assert command(valkey_server.url, "ACL", "SETUSER", USER, f">{OLD}", *RIGHTS) == b"+OK"
-    yield valkey_server
-    command(valkey_server.url, "ACL", "DELUSER", USER)
+    with rotating_user(valkey_server) as server:
+        yield server
 
 
 @pytest.fixture
@@ -36,14 +32,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "password"
     path.write_text(OLD)
     return path
-
-
-def rotate(server: EmbeddedServer, change: Callable[[], object]) -> None:
-    """As docs/operations.md says, and then all connections are cut."""
-    assert command(server.url, "ACL", "SETUSER", USER, f">{NEW}") == b"+OK"
-    change()
-    assert command(server.url, "ACL", "SETUSER", USER, f"<{OLD}") == b"+OK"
-    assert int(command(server.url, "CLIENT", "KILL", "USER", USER).lstrip(b":")) > 0
 
 
 def exchanged(first: NodeProcess, second: NodeProcess) -> None:

@@ -1,6 +1,7 @@
 """RedisStore on real clusters whose servers are killed or frozen, and whose slots move."""
 
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ import pytest
 from clusters import MASTERS, SLOTS, ValkeyCluster, slot_of
 from nodes import wait_until
 from patience import quickest
-from proxies import Blackhole
+from proxies import Blackhole, Relay
 from servers import ServerProcess, redis_executable, valkey_executable
 from store import (
     BlockingStore,
@@ -354,3 +355,25 @@ def test_seeds_that_are_down_and_a_single_one(own_cluster: ValkeyCluster, namesp
 
     assert quickest(refused, MARGIN_SECONDS) < MARGIN_SECONDS
     frozen.go_on()
+
+
+def test_a_first_call_takes_the_time_of_a_slow_dial(
+    valkey_cluster: ValkeyCluster, namespace: str
+) -> None:
+    """The slot map is loaded within the connect timeout and the call timeout, as any call."""
+    seconds = 2.0
+    relay = Relay()
+    relay.connect_to(valkey_cluster.members[0].port)
+    relay.hold_after(0)
+    released = threading.Timer(1.5 * seconds, relay.let_go)
+    released.start()
+    try:
+        with open_store(
+            f"redis-cluster://127.0.0.1:{relay.port}",
+            call_timeout_seconds=seconds,
+            connect_timeout_seconds=20.0,
+        ) as store:
+            assert store.locate(namespace, ["k"]) == [None]
+    finally:
+        released.join()
+        relay.close()

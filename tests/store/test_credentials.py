@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,21 +15,17 @@ from clusters import Sentinels, ValkeyCluster
 from credential_providers import SLOW_SECONDS, VARIABLE, Blocking
 from mirrors import Mirroring
 from nodes import wait_until
+from rotation import NEW, OLD, RIGHTS, USER, rotate, rotating_user
 from servers import PATIENT_SECONDS, command, patient
 from store import BlockingStore, EmbeddedServer, StoreUnavailable, StoreUrlError, open_store
 from store.credentials import PasswordFile, ProviderLogin, load_provider
 from store.testing.samples import a_location, a_record
 
-USER, OLD, NEW = "rotating", "old-secret", "new-secret"
-RIGHTS = ("on", "~*", "&*", "+@all")
-
 
 @pytest.fixture
 def server(valkey_server: EmbeddedServer) -> Iterator[EmbeddedServer]:
-    """With the user, whose password is OLD."""
-    assert command(valkey_server.url, "ACL", "SETUSER", USER, f">{OLD}", *RIGHTS) == b"+OK"
-    yield valkey_server
-    command(valkey_server.url, "ACL", "DELUSER", USER)
+    with rotating_user(valkey_server) as server:
+        yield server
 
 
 @pytest.fixture
@@ -39,15 +37,6 @@ def file(tmp_path: Path) -> Path:
 
 def url_of(server: EmbeddedServer, user: str = f"{USER}@") -> str:
     return server.url.replace("unix://", f"unix://{user}")
-
-
-def rotate(server: EmbeddedServer, change: object = None) -> None:
-    """As an administrator does: the new password, `change` what clients use, then the old one."""
-    assert command(server.url, "ACL", "SETUSER", USER, f">{NEW}") == b"+OK"
-    if callable(change):
-        change()
-    assert command(server.url, "ACL", "SETUSER", USER, f"<{OLD}") == b"+OK"
-    assert int(command(server.url, "CLIENT", "KILL", "USER", USER).lstrip(b":")) > 0
 
 
 def test_a_file_is_read_at_each_connect(server: EmbeddedServer, file: Path, namespace: str) -> None:
@@ -252,6 +241,54 @@ def test_a_store_closes_while_a_provider_is_asked(login: Path) -> None:
         return len(complaints)
 
     assert asyncio.run(open_and_close()) == 0
+
+
+def test_a_late_answer_is_not_kept(login: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a token that ends; and what failed once is no reason to fail later."""
+    monkeypatch.setattr("store.credentials.LATE_SECONDS_MAX", 0.0)
+
+    async def ask_twice(first: object) -> object:
+        loop, complaints = asyncio.get_running_loop(), []
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        login.write_text(json.dumps(first))
+        asking = ProviderLogin(credential_providers.SlowAsynchronous(), None)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await asking.get_credentials_async()
+        await asyncio.sleep(2 * SLOW_SECONDS)
+        login.write_text(json.dumps([USER, NEW]))
+        answer = await asking.get_credentials_async()
+        await asking.close()
+        assert complaints == []
+        return answer
+
+    assert asyncio.run(ask_twice([USER, OLD])) == (USER, NEW)
+    assert asyncio.run(ask_twice(None)) == (USER, NEW)
+
+
+HANGING = """
+import time
+from redis.credentials import CredentialProvider
+from store import StoreUnavailable, open_store
+
+class Hanging(CredentialProvider):
+    def get_credentials(self):
+        time.sleep(3600.0)
+
+with open_store("URL", connect_timeout_seconds=0.2,
+                credential_provider=Hanging()) as store:
+    try:
+        store.locate("ns", ["k"])
+    except StoreUnavailable as error:
+        print(error)
+"""
+
+
+def test_a_provider_that_hangs_does_not_hold_the_process(valkey_server: EmbeddedServer) -> None:
+    """After the store was closed, too: the program ends."""
+    program = [sys.executable, "-c", HANGING.replace("URL", valkey_server.url)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
+    assert "no answer in time" in ended.stdout
 
 
 @pytest.mark.parametrize(

@@ -257,3 +257,29 @@ def test_the_master_behind_sentinels_fails(
     own_sentinels.sentinels[0].go_on()
     if fault == "stopped":
         old.go_on()
+
+
+def test_a_key_that_moved_to_a_server_that_hangs_costs_one_timeout(
+    monkeypatch: pytest.MonkeyPatch, own_cluster: ValkeyCluster, namespace: str
+) -> None:
+    """The same server was the source of the slot map, which is loaded in between."""
+    monkeypatch.setattr("store.mirror.RECHECK_SECONDS", 3600.0)  # it learns of the move by MOVED
+    with Mirroring(own_cluster.url) as mirroring:
+        mirroring.ask(namespace, KEYS)
+        port = mirroring.do(lambda: mirroring.mirror._topology._map_source.endpoint.port)
+        source = next(master for master in own_cluster.masters() if master.port == port)
+        moved = next(
+            key for key in KEYS if own_cluster.owner(layout.record(namespace, key)) is not source
+        )
+        mirroring.do(lambda: mirroring.mirror.forget(namespace, moved))
+        own_cluster.move_slot(slot_of(layout.record(namespace, moved)), source)
+        hanging = [source, own_cluster.replica_of(source)]
+        for member in hanging:
+            member.stop()
+        try:
+            mirroring.slowest = 0.0
+            assert mirroring.has(namespace, moved) is None
+            assert mirroring.slowest > 0.9 * mirroring.call_seconds, "it did hang"
+        finally:
+            for member in hanging:
+                member.go_on()

@@ -45,6 +45,21 @@ def test_a_server_that_hangs_costs_one_timeout(start_server: StartServer, namesp
         watching.cancel()
 
 
+def test_a_late_answer_ends_the_pause(
+    monkeypatch: pytest.MonkeyPatch, start_server: StartServer, namespace: str
+) -> None:
+    """The pause is for dials that failed; the first connection answers again."""
+    monkeypatch.setattr(tracking, "PAUSE_SECONDS_MIN", 3600.0)
+    monkeypatch.setattr(tracking, "PAUSE_SECONDS_MAX", 3600.0)
+    server = start_server()
+    with Mirroring(server.url, call_seconds=HASTY_SECONDS) as mirroring:
+        assert mirroring.has(namespace, "k") is False
+        with frozen(server):
+            assert mirroring.has(namespace, "other") is None
+            time.sleep(2 * HASTY_SECONDS)  # a dial fails
+        mirroring.wait_to_know(namespace, "a third", there=False, seconds=10.0)
+
+
 def test_a_cut_connection_is_retried_after_the_pause(
     valkey_server: EmbeddedServer, namespace: str
 ) -> None:

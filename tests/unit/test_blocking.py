@@ -4,11 +4,13 @@ import asyncio
 import os
 import signal
 import threading
+import time
 
 import pytest
 
 from nodes import wait_until
 from store.blocking import LoopRunner
+from store.errors import StoreUnavailable
 
 
 def test_an_interrupted_call_is_cancelled_on_the_loop_that_another_thread_drives() -> None:
@@ -75,3 +77,38 @@ def test_a_call_inside_a_coroutine_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="open_async_store"):
         asyncio.run(call())
+
+
+def call_until_it_ends(runner: LoopRunner, ends: list[BaseException]) -> None:
+    try:
+        while True:
+            assert runner.run(asyncio.sleep(0.0001, "x")) == "x"
+    except BaseException as end:
+        ends.append(end)
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_calls_of_other_threads_while_it_closes_end_or_are_refused(owned: bool) -> None:
+    """Whenever the close comes: none hangs, and none sees a loop that is closed or a cancel."""
+    for round_number in range(50):
+        loop = asyncio.new_event_loop() if owned else None
+        owner = None if loop is None else threading.Thread(target=loop.run_forever)
+        if owner is not None:
+            owner.start()
+        runner = LoopRunner(loop)
+        ends: list[BaseException] = []
+        threads = [
+            threading.Thread(target=call_until_it_ends, args=(runner, ends), daemon=True)
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.0003 * round_number)
+        runner.close(asyncio.sleep(0))
+        for thread in threads:
+            thread.join(10.0)
+        if loop is not None and owner is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            owner.join(10.0)
+            loop.close()
+        assert [type(end) for end in ends] == [StoreUnavailable] * len(threads)
