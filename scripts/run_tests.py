@@ -34,6 +34,8 @@ HYPOTHESIS = "HYPOTHESIS_PROFILE"
 TEST_MINUTES = 85.0
 KILL_SECONDS = 60.0
 NO_TEST_COLLECTED = 5
+REDIS_PY_OLDEST = "6.4.0"
+"""As pyproject.toml allows."""
 PART_SECONDS = 360.0
 """A part is to take three minutes on an idle machine."""
 USUAL = "not alone and not gpu and not part"
@@ -126,6 +128,10 @@ def parts_by_name() -> dict[str, Stage]:
                 PART_SECONDS,
                 ["scripts/test-python", version, *paths],
             )
+    parts["redis-py-oldest"] = Stage(
+        "part redis-py-oldest", PART_SECONDS,
+        ["scripts/test-redis-py", REDIS_PY_OLDEST, "tests/store", "tests/contract"],
+    )  # fmt: skip
     return parts
 
 

@@ -242,7 +242,7 @@ class RedisMirror(Mirror):
         """Run a callback. Its exception must not end the read loop of the connection."""
         try:
             callback(*arguments)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 -- it must not end the read loop
             context = {"message": "a callback of the mirror failed", "exception": error}
             self._loop.call_exception_handler(context)
 
