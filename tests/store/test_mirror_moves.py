@@ -21,6 +21,7 @@ from server_clients import Monitor, records_read, refusals
 from servers import ServerProcess
 from store import BlockingStore, Record, layout, open_store
 from store.testing.samples import a_location, a_record
+from store.topology import ClusterTopology
 
 TRUE_SECONDS = 1.5
 """A check of the topology each second, and the time to read again."""
@@ -266,7 +267,9 @@ def test_a_key_that_moved_to_a_server_that_hangs_costs_one_timeout(
     monkeypatch.setattr("store.mirror.RECHECK_SECONDS", 3600.0)  # it learns of the move by MOVED
     with Mirroring(own_cluster.url) as mirroring:
         mirroring.ask(namespace, KEYS)
-        port = mirroring.do(lambda: mirroring.mirror._topology._map_source.endpoint.port)
+        topology = mirroring.mirror._topology
+        assert isinstance(topology, ClusterTopology)
+        port = mirroring.do(lambda: topology._map_source.endpoint.port)  # type: ignore[union-attr]
         source = next(master for master in own_cluster.masters() if master.port == port)
         moved = next(
             key for key in KEYS if own_cluster.owner(layout.record(namespace, key)) is not source
