@@ -76,13 +76,15 @@ class Client:
                 replies[i] = reply
         return _raise_if_none_reached([translated(reply) for reply in replies])
 
-    async def find_hashes(self, names: Sequence[str | bytes]) -> list[Fields | StoreUnavailable]:
+    async def find_hashes(
+        self, names: Sequence[str | bytes], budget: Budget | None = None
+    ) -> list[Fields | StoreUnavailable]:
         """The fields of each HASH; empty if it is missing or of another type.
 
         If its server was not reached, the result is StoreUnavailable. If no server was reached, it
         is raised.
         """
-        replies = await self._exchange([(name, ("HGETALL", name)) for name in names])
+        replies = await self._exchange([(name, ("HGETALL", name)) for name in names], budget)
         answers = _raise_if_none_reached([translated(reply) for reply in replies])
         return [a if isinstance(a, StoreUnavailable) else fields_of(a) for a in answers]
 
@@ -227,7 +229,8 @@ class Client:
             replies[i] = reply  # the reply to ASKING is replaced by that of its command
 
     def _target(self, error: AskError, route: Route) -> Route:
-        host = error.host or (route.endpoint.host if isinstance(route, Server) else "")
+        known = error.host if error.host != "?" else ""  # it does not know its own address
+        host = known or (route.endpoint.host if isinstance(route, Server) else "")
         return self.topology.server_at(Endpoint(host, error.port))
 
 

@@ -20,6 +20,8 @@ from store.errors import StoreUnavailable, StoreUrlError
 LATE_SECONDS_MAX: Final = 5.0
 """How long an answer is used that came after its dial had given up: longer than the pause before
 the next dial, far shorter than a token's life (15 minutes for ElastiCache's IAM tokens)."""
+QUESTION_SECONDS_MAX: Final = 30.0
+"""A provider that has not answered for so long is asked anew."""
 Login = tuple[str] | tuple[str, str]
 """What a provider returns: a password, or a user and a password."""
 
@@ -72,16 +74,17 @@ class ProviderLogin(CredentialProvider):
         self._provider = provider
         self._username = username
         self._question: asyncio.Task[Login] | None = None
+        self._asked_at = 0.0
         self._answered_at = 0.0
         """When the last question was answered, by the loop's clock."""
 
     async def get_credentials_async(self) -> Login:
         """Raises StoreUnavailable: the provider failed."""
         question = self._question
-        now = asyncio.get_running_loop().time()
-        if question is None or (question.done() and now > self._answered_at + LATE_SECONDS_MAX):
+        if question is None or self._is_over(question):
             question = self._question = asyncio.create_task(self._ask())
             question.add_done_callback(self._note_answer)
+            self._asked_at = asyncio.get_running_loop().time()
         try:
             return await asyncio.shield(question)
         finally:
@@ -93,6 +96,16 @@ class ProviderLogin(CredentialProvider):
         if self._question is not None:
             self._question.cancel()
             await asyncio.gather(self._question, return_exceptions=True)
+
+    def _is_over(self, question: "asyncio.Task[Login]") -> bool:
+        """Whether it is no use to this dial: the answer is old, or will hardly come."""
+        now = asyncio.get_running_loop().time()
+        if question.done():
+            return now > self._answered_at + LATE_SECONDS_MAX
+        if now < self._asked_at + QUESTION_SECONDS_MAX:
+            return False
+        question.cancel()
+        return True
 
     def _note_answer(self, question: "asyncio.Task[Login]") -> None:
         if not question.cancelled():
@@ -128,16 +141,19 @@ async def _on_daemon_thread(call: Callable[[], Login]) -> Login:
     def settle(answer: Login | None, error: BaseException | None) -> None:
         if answered.done():
             return
-        if answer is None:
-            answered.set_exception(error or ValueError("the answer is None"))
-        else:
+        if answer is not None:
             answered.set_result(answer)
+        elif isinstance(error, Exception):
+            answered.set_exception(error)
+        else:  # a future takes no SystemExit
+            answered.set_exception(RuntimeError(f"no answer: {error!r}"))
 
     def run() -> None:
-        answer, error = None, None
+        answer: Login | None = None
+        error: BaseException | None = None
         try:
             answer = call()
-        except Exception as caught:  # noqa: BLE001 -- of the user's code
+        except BaseException as caught:  # noqa: BLE001 -- of the user's code; a dial waits for it
             error = caught
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, answer, error)

@@ -70,15 +70,16 @@ class RedisStore(BrowsableStore):
         for namespace, _ in items:
             check_namespace(namespace)
         found: list[Found] = []
+        budget = self._client.topology.new_budget()
         for start in range(0, len(items), _PAGE):
             page = items[start : start + _PAGE]
             names = [layout.record(*item) for item in page]
             try:
-                found += map(_found, page, await self._client.find_hashes(names))
+                found += map(_found, page, await self._client.find_hashes(names, budget))
             except StoreUnavailable as error:
                 if not found:
                     raise
-                found += [error] * len(page)
+                return found + [error] * (len(items) - start)
         return found
 
     def place_of(self, namespace: str, key: str) -> str:

@@ -1,6 +1,7 @@
 """Server: calls of one Redis or Valkey server, each with a deadline, over a pool of connections."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
@@ -12,8 +13,14 @@ from store.connections import Access, Endpoint
 from store.errors import StoreError, StoreRefused, StoreUnavailable
 from store.replies import FAILURES, REFUSALS, Command, Reply, code_of, pack, read_replies, reason_of
 
+HANGS_SHARE = 0.4
+"""A server that did not answer within this part of a timeout is taken for one that hangs: a
+sentinel, or a source of the slot map, has half of one."""
 PROBE_SECONDS_MIN, PROBE_SECONDS_MAX = 0.05, 1.0
 """Pause between two probes of a server that hangs, doubled each time."""
+PROBE_ANSWER_SECONDS = 5.0
+"""How long a probe waits. Without an owner's loop it only advances while calls drive the loop, and
+would not get its answer within the time of a call."""
 PROBED_SECONDS = 30.0
 """For how long a server is probed that no call is for: it may have left the cluster."""
 
@@ -24,10 +31,14 @@ class Budget:
     Time for dialling does not reduce the time for the call.
     """
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, call_seconds: float, dial_seconds: float) -> None:
         self._clock = asyncio.get_running_loop().time
-        self._at = self._clock() + access.call_timeout_seconds
-        self._dial_seconds = access.connect_timeout_seconds
+        self._at = self._clock() + call_seconds
+        self._dial_seconds = dial_seconds
+
+    @classmethod
+    def of(cls, access: Access) -> "Budget":
+        return cls(access.call_timeout_seconds, access.connect_timeout_seconds)
 
     @property
     def left(self) -> float:
@@ -38,6 +49,10 @@ class Budget:
     def left_with_dials(self) -> float:
         """Seconds until the deadline, if the rest of the time for dials is used, too."""
         return self.left + self._dial_seconds
+
+    def note_wait(self, seconds: float) -> None:
+        """`seconds` were waited for another operation's dials."""
+        self._dial_seconds = max(0.0, self._dial_seconds - max(0.0, seconds))
 
     def calling(self, share: float) -> asyncio.Timeout:
         """The deadline of a call that may take `share` of the time left."""
@@ -91,8 +106,9 @@ class Server:
         Raises StoreUnavailable. `share` limits dial and call to a part of the budget's time, so
         that another server can be called if this one hangs.
         """
-        budget = budget or Budget(self.access)
+        budget = budget or Budget.of(self.access)
         pool, connection = await self._take(budget, share)
+        began = self._now()
         try:
             async with budget.calling(share):
                 await connection.send_packed_command(pack(commands))
@@ -101,7 +117,7 @@ class Server:
             # Replies may still arrive, so the connection cannot be used again.
             await connection.disconnect(nowait=True)
             if isinstance(error, (*FAILURES, TimeoutError)):
-                raise self.unavailable(error) from error
+                raise self.unavailable(error, self._now() - began) from error
             raise
         finally:
             if pool is not self._pool or self._closed:
@@ -114,7 +130,7 @@ class Server:
     def hangs(self) -> bool:
         """Whether the last call got no answer in time. Then it is probed in the background, for as
         long as somebody asks."""
-        self._asked_at = asyncio.get_running_loop().time()
+        self._asked_at = self._now()
         if self._hangs and (self._probe is None or self._probe.done()):
             self._probe = asyncio.create_task(self._probe_until_it_answers())
         return self._hangs
@@ -147,6 +163,7 @@ class Server:
     ) -> tuple[ConnectionPool, AbstractConnection]:
         if self._closed:
             raise StoreUnavailable("the store is closed")
+        began = self._now()
         try:
             async with budget.dialling(share, hangs=self._hangs) as deadline:
                 self._dials.add(deadline)
@@ -161,7 +178,7 @@ class Server:
                 "flight; use fewer threads"
             ) from error
         except (*FAILURES, TimeoutError) as error:
-            raise self.unavailable(error) from error
+            raise self.unavailable(error, self._now() - began) from error
 
     def _connections(self) -> ConnectionPool:
         if self._pool is None:  # made late: it reads the TLS files
@@ -175,8 +192,11 @@ class Server:
             self.resets += 1
         self._run_id = run_id or self._run_id
 
-    def unavailable(self, error: BaseException) -> StoreError:
-        """The error for what a connection raised; a StoreError stays."""
+    def unavailable(self, error: BaseException, waited_seconds: float = math.inf) -> StoreError:
+        """The error for what a connection raised; a StoreError stays.
+
+        A server that had but the rest of a budget to answer is not taken for one that hangs.
+        """
         if isinstance(error, StoreError):
             return error
         name = f"store {self.endpoint}"
@@ -188,15 +208,20 @@ class Server:
         if self._closed:
             return StoreUnavailable("the store is closed")
         if isinstance(error, TimeoutError | ConnectTimeoutError):
-            self._hangs = True
+            access = self.access
+            patience = min(access.call_timeout_seconds, access.connect_timeout_seconds)
+            self._hangs |= waited_seconds >= patience * HANGS_SHARE
             return StoreUnavailable(f"{name}: no answer in time")
         return StoreUnavailable(f"{name}: {reason_of(error)}")
 
     async def _probe_until_it_answers(self) -> None:
-        pause, loop = PROBE_SECONDS_MIN, asyncio.get_running_loop()
-        while self._hangs and not self._closed and loop.time() < self._asked_at + PROBED_SECONDS:
+        pause = PROBE_SECONDS_MIN
+        while self._hangs and not self._closed and self._now() < self._asked_at + PROBED_SECONDS:
             try:
-                await self.exchange([("PING",)])
+                await self.exchange([("PING",)], Budget(PROBE_ANSWER_SECONDS, PROBE_ANSWER_SECONDS))
             except StoreUnavailable:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, PROBE_SECONDS_MAX)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

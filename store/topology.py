@@ -46,7 +46,7 @@ class Topology(ABC):
         """The deadline of one operation that starts now."""
         if self.closed:
             raise StoreUnavailable("the store is closed")
-        return Budget(self.access)
+        return Budget.of(self.access)
 
     @abstractmethod
     async def route(self, names: Sequence[Part], budget: Budget) -> Sequence[Route]:
@@ -86,7 +86,7 @@ class Topology(ABC):
 
     def failovers(self) -> int:
         """How many replacements and restarts of servers were noticed."""
-        return self._changes + sum(server.losses for server in self._known.values())
+        return self._changes + sum(server.losses for server in list(self._known.values()))
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
@@ -289,11 +289,15 @@ class ClusterTopology(Topology):
         """Load the slot map. Raises StoreUnavailable if that fails and there is no older one."""
         now = asyncio.get_running_loop().time()
         is_due = self._loaded_at <= now - at_most_each
-        if is_due and (self._loading is None or self._loading.done()):
+        is_ours = is_due and (self._loading is None or self._loading.done())
+        if is_ours:
             self._loading = asyncio.create_task(self._load_now(budget))
         if self._loading is not None and not self._loading.done():
             # Of another caller, perhaps, whose end must not end it.
+            left = budget.left
             await asyncio.wait([self._loading], timeout=budget.left_with_dials)
+            if not is_ours:
+                budget.note_wait(asyncio.get_running_loop().time() - now - left)
         if not self._masters:
             raise StoreUnavailable(f"no server of the cluster reports its slots: {self._cause}")
 

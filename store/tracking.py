@@ -192,6 +192,8 @@ class TrackedConnection:
                 connection = await dial_tracked(self.server)
                 resets = self.server.resets
             except StoreError as error:
+                if self._connection is not None and not self._is_down:
+                    continue  # it answered meanwhile
                 self._is_down = True
                 self._pause(error)
                 if self._connection is None:

@@ -5,9 +5,9 @@ It writes what the arena holds at that moment, so the newest state always wins. 
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.backlog import Backlog, Change
@@ -35,6 +35,7 @@ from store import (
 VOID_MAX = 64
 """Locations of dead nodes that are withdrawn with one beat."""
 
+_T = TypeVar("_T")
 Report = tuple[QualifiedKey, int, Publication]
 """The result of publishing one generation of a hand-off."""
 
@@ -87,42 +88,41 @@ class Publisher:
         publishings = {
             change: self._publishing(item, change) for change, item in here if item is not None
         }
-        unreached: list[Change] = []
-        if gone:
-            with _shard(store, gone, unreached):
-                unreached += self._withdraw(store, gone)
-        if publishings:
-            with _shard(store, publishings, unreached):
-                unreached += self._publish(store, publishings)
-        return unreached
+        unreached = self._withdraw(store, gone) if gone else []
+        return unreached + self._publish(store, publishings)
 
     def _withdraw(self, store: BlockingStore, changes: Sequence[Change]) -> list[Change]:
         node = self.identity.node
-        outcomes = store.withdraw_many(
-            [
-                Withdrawing(
-                    *change.address,
-                    node,
-                    change.reason or GoneReason.GONE,
-                    gone_seconds=_gone_seconds(change.address),
-                    # Write the reason also if the record was never published or has expired; but
-                    # not if a peer merely requested an item that is not here.
-                    may_have_ended=change.reason != GoneReason.STALE,
-                )
-                for change in changes
-            ]
-        )
+        withdrawings = [
+            Withdrawing(
+                *change.address,
+                node,
+                change.reason or GoneReason.GONE,
+                gone_seconds=_gone_seconds(change.address),
+                # Write the reason also if the record was never published or has expired; but
+                # not if a peer merely requested an item that is not here.
+                may_have_ended=change.reason != GoneReason.STALE,
+            )
+            for change in changes
+        ]
+        outcomes = _outcomes(store, changes, lambda: store.withdraw_many(withdrawings), None)
         unreached = [change for change, gone in zip(changes, outcomes, strict=True) if gone is None]
         return unreached + self._release(store, [c for c in changes if c not in unreached])
 
     def _publish(
         self, store: BlockingStore, publishings: Mapping[Change, Publishing]
     ) -> list[Change]:
-        void = [_void(*c.address, location) for c in publishings for location in c.void]
-        if void:
-            store.withdraw_many(void)
-        full, unreached, unpublished, reports = [], [], [], []
-        outcomes = store.publish_many(list(publishings.values()))
+        unreached = self._withdraw_before(store, publishings)
+        publishings = {c: one for c, one in publishings.items() if c not in unreached}
+        full: dict[Change, Publishing] = {}
+        unpublished: list[Change] = []
+        reports: list[Report] = []
+        outcomes = _outcomes(
+            store,
+            publishings,
+            lambda: store.publish_many(list(publishings.values())),
+            Publication.UNREACHED,
+        )
         for (change, publishing), outcome in zip(publishings.items(), outcomes, strict=True):
             if publishing.sole:
                 reports.append((change.address, publishing.location.generation, outcome))
@@ -130,7 +130,7 @@ class Publisher:
                 case Publication.ADDED | Publication.PRESENT:
                     self.counters.add("publish_written")
                 case Publication.FULL:
-                    full.append(publishing)
+                    full[change] = publishing
                 case Publication.UNREACHED:
                     unreached.append(change)
                 case Publication.REFUSED:
@@ -139,43 +139,67 @@ class Publisher:
                 case Publication.CONFLICT:
                     self.counters.add("publish_conflict")
                     unpublished.append(change)
-        if full:
-            self._make_room(store, full)
         if reports:
             self.report(reports)
+        unreached += self._make_room(store, full) if full else []
         return unreached + self._release(store, unpublished)
+
+    def _withdraw_before(self, store: BlockingStore, changes: Iterable[Change]) -> list[Change]:
+        """Withdraw the locations in `Change.void`. Returns the changes that have to wait for it."""
+        voids = [(change, location) for change in changes for location in change.void]
+        if not voids:
+            return []
+        withdrawings = [_void(*change.address, location) for change, location in voids]
+        outcomes = _outcomes(
+            store, [c for c, _ in voids], lambda: store.withdraw_many(withdrawings), None
+        )
+        missed = (c for (c, _), gone in zip(voids, outcomes, strict=True) if gone is None)
+        return list(dict.fromkeys(missed))
 
     def _release(self, store: BlockingStore, changes: Sequence[Change]) -> list[Change]:
         """Nothing is published for these: release their claims, so that no engine waits for
         them. Returns as `_write`."""
-        claimed = [
-            (change, Releasing(*change.address, change.claim_token))
-            for change in changes
-            if change.claim_token is not None
-        ]
+        claimed = [change for change in changes if change.claim_token is not None]
         if not claimed:
             return []
-        outcomes = store.release_many([releasing for _, releasing in claimed])
-        return [c for (c, _), released in zip(claimed, outcomes, strict=True) if released is None]
+        releasings = [Releasing(*c.address, c.claim_token) for c in claimed if c.claim_token]
+        outcomes = _outcomes(store, claimed, lambda: store.release_many(releasings), None)
+        return [c for c, released in zip(claimed, outcomes, strict=True) if released is None]
 
-    def _make_room(self, store: BlockingStore, publishings: Sequence[Publishing]) -> None:
-        """If dead nodes fill a record's list of locations, replace one by this node."""
+    def _make_room(
+        self, store: BlockingStore, publishings: Mapping[Change, Publishing]
+    ) -> list[Change]:
+        """If dead nodes fill a record's list of locations, replace one by this node. Returns the
+        changes whose server was not reached."""
+        try:
+            return self._replace_dead(store, publishings)
+        except StoreUnavailable:
+            if not _have_places(store, publishings):
+                raise
+            return list(publishings)
+
+    def _replace_dead(
+        self, store: BlockingStore, publishings: Mapping[Change, Publishing]
+    ) -> list[Change]:
         dead: list[Withdrawing] = []
-        again = []
-        records = store.look_up([(one.record.namespace, one.record.key) for one in publishings])
+        again: dict[Change, Publishing] = {}
+        records = store.look_up([change.address for change in publishings])
         self.directory.refresh(store)  # after the reading: see Directory.dead_seconds
-        for publishing, record in zip(publishings, records, strict=True):
+        for (change, publishing), record in zip(publishings.items(), records, strict=True):
             of_dead = [
-                _void(publishing.record.namespace, publishing.record.key, location)
+                _void(*change.address, location)
                 for location in (record.locations if isinstance(record, Record) else ())
                 if self.directory.dead_seconds(location) > 0
             ]
             if of_dead:
-                again.append(publishing)
+                again[change] = publishing
                 dead += of_dead
-        if dead:
-            store.withdraw_many(dead)
-            store.publish_many(again)
+        if not dead:
+            return []
+        store.withdraw_many(dead)
+        outcomes = store.publish_many(list(again.values()))
+        missed = zip(again, outcomes, strict=True)
+        return [change for change, outcome in missed if outcome is Publication.UNREACHED]
 
     def _publishing(self, item: Item, change: Change) -> Publishing:
         header = item.header
@@ -204,18 +228,25 @@ class Publisher:
         return min(self.record_ttl_seconds, max(remaining, 0.001))
 
 
-@contextmanager
-def _shard(
-    store: BlockingStore, changes: Collection[Change], unreached: list[Change]
-) -> Iterator[None]:
-    """Add all of `changes` to `unreached` if none was written and they have servers of a cluster:
-    others may be reached. The beat fails if none is."""
+def _outcomes(
+    store: BlockingStore, changes: Collection[Change], call: Callable[[], list[_T]], missed: _T
+) -> list[_T]:
+    """The outcomes of a call for these changes; `missed` for each if none of their servers was
+    reached, but others of the cluster may be. On one server the error is raised: then the beat
+    fails, too."""
+    if not changes:
+        return []
     try:
-        yield
+        return call()
     except StoreUnavailable:
-        if not all(store.place_of(*change.address) for change in changes):
+        if not _have_places(store, changes):
             raise
-        unreached += changes
+        return [missed] * len(changes)
+
+
+def _have_places(store: BlockingStore, changes: Iterable[Change]) -> bool:
+    """Whether they are on servers of a cluster, as far as it is known."""
+    return all(store.place_of(*change.address) for change in changes)
 
 
 def _gone_seconds(address: QualifiedKey) -> int:

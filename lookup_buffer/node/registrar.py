@@ -35,6 +35,7 @@ from store import (
     BlockingStore,
     DeviceLocation,
     Failure,
+    Found,
     Location,
     PoolEndpoint,
     StoreCorrupt,
@@ -49,6 +50,9 @@ number of live nodes; but a walk of the inventory always ends before the next on
 WALK_PAUSE_SECONDS = 60.0
 """After a server was lost, all items are written again, at most this often: unstable connections
 must not keep the fleet rewriting."""
+
+SAMPLE = 32
+"""Items that are looked up to tell whether the store has lost its data."""
 
 EXPIRED_MAX = 8
 """Dead nodes that are removed with one beat: every node does it, so a few are enough."""
@@ -97,6 +101,10 @@ class Registrar:
     _beat_at: float = 0.0
     _walked_at: float = 0.0
     _walk_due: bool = False
+    _must_repeat: bool = False
+    """The store has lost its data."""
+    _beat_failed: bool = False
+    """Since the last beat that succeeded."""
     _failovers: int = 0
 
     def __post_init__(self) -> None:
@@ -239,18 +247,23 @@ class Registrar:
     def _beat(self, store: BlockingStore, began: float) -> None:
         self.shelf.remove_expired()
         was_established = self._heartbeat.established
-        pulse = self._heartbeat.beat(store)
-        if pulse is Pulse.NEW:
+        try:
+            pulse = self._heartbeat.beat(store)
+        except StoreError:
+            self._beat_failed = True
+            raise
+        if pulse is Pulse.NEW or (pulse is Pulse.KNOWN and self._is_forgotten(store)):
+            self._must_repeat = True  # also if this beat fails below
             self._errands.wake()
-        if pulse is Pulse.NEW and was_established:
-            self.directory.store_lost_data()
+            if was_established:
+                self.directory.store_lost_data()
         self.directory.refresh(store)
         if pulse is Pulse.WATCHING:
             return  # meanwhile this node can read from others
         with self._troubles.logged("invalidated namespaces were not read; retried", StoreError):
             # It never pauses: after two beats of a node, an invalidation counts as applied there.
             self._invalidations.apply(store)
-        if pulse is Pulse.NEW or self.clock() - self._walked_at > self.record_ttl_seconds / 3:
+        if self._must_repeat or self.clock() - self._walked_at > self.record_ttl_seconds / 3:
             self._repeat_all()
         self._repeat_after_failover(store)
         errands = (
@@ -267,6 +280,29 @@ class Registrar:
         due = began + self._heartbeat.pause_seconds()
         self._errands.run_until(due, [(trouble, partial(do, store)) for trouble, do in errands])
 
+    def _is_forgotten(self, store: BlockingStore) -> bool:
+        """Whether the store lost its data, and a beat that had failed for us hid it: it was carried
+        out after the loss. Then none of some items that were first published here is known."""
+        if not self._beat_failed:
+            return False
+        addresses = self.shelf.addresses()
+        drawn = random.sample(addresses, min(SAMPLE, len(addresses)))
+        sample = [address for address in drawn if self._was_published_first(address)]
+        found = store.look_up(sample) if sample else []
+        self._beat_failed = False
+        return bool(sample) and not any(map(self._may_name_us, found))
+
+    def _was_published_first(self, address: QualifiedKey) -> bool:
+        """Copies may have come too late for a place among the record's locations."""
+        item = self.shelf.published(address)
+        return item is not None and item.origin == "local" and not self._backlog.has(address)
+
+    def _may_name_us(self, found: Found) -> bool:
+        if isinstance(found, StoreUnavailable):
+            return True
+        me = (self.identity.node, self.identity.boot)
+        return found is not None and me in [(at.node, at.boot) for at in found.locations]
+
     def _describe_node(self, store: BlockingStore) -> None:
         gauges, claims = self.shelf.gauges(), self.count_claims()
         store.describe_node(self.identity.info(gauges, claims, self.endpoints()))
@@ -280,6 +316,7 @@ class Registrar:
         with self._lock:
             self._undescribed |= self._namespaces.keys()
         self._walked_at = self.clock()
+        self._must_repeat = False
         addresses = self.shelf.addresses()
         random.shuffle(addresses)  # so that a fleet that republishes spreads over the key space
         share = AGAIN_PER_SECOND_FLEET / max(1, self.directory.count_alive())

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -23,8 +23,11 @@ from store import (
     EmbeddedServer,
     Location,
     Publication,
+    Publishing,
     Record,
+    Releasing,
     StoreUnavailable,
+    Withdrawing,
     layout,
     open_store,
 )
@@ -339,3 +342,93 @@ def test_hand_offs_may_change_their_shape_and_are_withdrawn_soon(
     assert command(valkey_server.url, "GET", name) == b"taken:us"
     assert 50 < int(command(valkey_server.url, "TTL", name)[1:]) <= 60
     assert bench.counters.totals().get("publish_conflict", 0) == 0
+
+
+class Sharded(MemoryStore):
+    """The first letter of a key is its server. Calls none of whose servers is up raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down: set[str] = set()
+
+    def place_of(self, namespace: str, key: str) -> str:
+        return key[0]
+
+    def _each(
+        self, keys: list[str], outcomes: Callable[[], list[bool | None]]
+    ) -> list[bool | None]:
+        up = [key[0] not in self.down for key in keys]
+        if keys and not any(up):
+            raise StoreUnavailable("no server was reached")
+        return [found if is_up else None for found, is_up in zip(outcomes(), up, strict=True)]
+
+    def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
+        keys = [one.key for one in withdrawings]
+        return self._each(keys, lambda: super(Sharded, self).withdraw_many(withdrawings))
+
+    def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
+        keys = [one.key for one in releasings]
+        return self._each(keys, lambda: super(Sharded, self).release_many(releasings))
+
+    def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
+        up = [one for one in publishings if one.record.key[0] not in self.down]
+        if not up:
+            raise StoreUnavailable("no server was reached")
+        found = iter(super().publish_many(up))
+        return [next(found) if one in up else Publication.UNREACHED for one in publishings]
+
+
+@pytest.mark.parametrize("what", ["void", "release", "gone"])
+def test_a_change_on_a_server_that_is_down_holds_no_other_up(namespace: str, what: str) -> None:
+    """What is withdrawn or released beside the publications may all lie on that server."""
+    store = Sharded()
+    bench = Bench(store, namespace)
+    if what == "release":  # of one that cannot be published
+        store.publish(a_record(namespace, "d"), Location("other", "otherboot", 1, 7))
+    if what != "gone":
+        bench.insert("d")
+    change = Change(
+        (namespace, "d"),
+        "evicted" if what == "gone" else "",
+        "token-of-a",
+        (Location("dead", "deadboot", 1, 7),) if what == "void" else (),
+    )
+    bench.backlog.add(change)
+    store.down = {"d"}
+    for n in range(5):
+        bench.insert(f"h{n}")
+        assert bench.write() == {"d"}
+        assert bench.held_by(f"h{n}") == {"us"}, "its server is up"
+        bench.backlog.retry()
+    store.down = set()
+    assert bench.write() == set()
+    assert len(bench.backlog) == 0
+
+
+def test_what_cannot_be_listed_in_a_full_record_now_is_tried_again(namespace: str) -> None:
+    store = Sharded()
+    bench = Bench(store, namespace)
+    others = [f"n{n}" for n in range(LOCATIONS_MAX)]
+    bench.pass_seconds(3, *others)
+    bench.insert("k")
+    bench.write()
+    for node in others[:-1]:
+        bench.publish_of(node, "k")
+    store.withdraw(namespace, "k", "us", reason="test")
+    bench.publish_of(others[-1], "k")
+    bench.pass_seconds(7, *others[1:])
+    bench.backlog.add(Change((namespace, "k"), ""))
+    publish_many = store.publish_many
+
+    def then_down(publishings: Sequence[Publishing]) -> list[Publication]:
+        found = publish_many(publishings)
+        store.down = {"k"}
+        return found
+
+    store.publish_many = then_down  # type: ignore[method-assign]
+    assert bench.write() == {"k"}
+    store.publish_many = publish_many  # type: ignore[method-assign]
+    store.down = set()
+    bench.backlog.retry()
+    bench.write()
+    assert bench.held_by("k") == {*others[1:], "us"}

@@ -17,6 +17,7 @@ from proxies import Blackhole, Relay
 from servers import ServerProcess, redis_executable, valkey_executable
 from store import (
     BlockingStore,
+    EmbeddedServer,
     Publication,
     Publishing,
     Releasing,
@@ -376,4 +377,48 @@ def test_a_first_call_takes_the_time_of_a_slow_dial(
             assert store.locate(namespace, ["k"]) == [None]
     finally:
         released.join()
+        relay.close()
+
+
+def test_a_shard_that_hung_is_called_again_without_a_loop_of_an_owner(
+    own_cluster: ValkeyCluster, store: BlockingStore, namespace: str
+) -> None:
+    """The loop only runs during calls, here one a second: a program that asks now and then."""
+    keys = [f"k{n}" for n in range(32)]
+    assert store.locate(namespace, keys) == [None] * len(keys)
+    server = own_cluster.owner(layout.record(namespace, keys[0]))
+    frozen = [server, own_cluster.replica_of(server)]
+    for member in frozen:
+        member.stop()
+    _in_vain(lambda: store.locate(namespace, keys[:1]))
+    for member in frozen:
+        member.go_on()
+    own_cluster.wait_until_whole()
+
+    def is_served() -> bool:
+        with suppress(StoreUnavailable):
+            return store.locate(namespace, keys[:1]) == [None]
+        time.sleep(1.0)
+        return False
+
+    wait_until(is_served, 15.0, "it is called again")
+
+
+def test_a_question_of_many_keys_has_one_budget(
+    valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    relay = Relay()
+    relay.connect_to(valkey_server.url.removeprefix("unix://"))
+    try:
+        with open_store(f"redis://127.0.0.1:{relay.port}", call_timeout_seconds=1.0) as store:
+            assert store.look_up([(namespace, "k")]) == [None]
+            relay.hold_after(6_000)  # a reply has 4 bytes
+            items = [(namespace, f"k{n}") for n in range(10_000)]
+            started = time.monotonic()
+            found = store.look_up(items)
+            assert time.monotonic() - started < 3.0, "each page of 1,000 had a second"
+            assert found[0] is None
+            assert isinstance(found[-1], StoreUnavailable)
+            assert len(found) == len(items)
+    finally:
         relay.close()

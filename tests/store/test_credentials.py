@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -264,6 +265,44 @@ def test_a_late_answer_is_not_kept(login: Path, monkeypatch: pytest.MonkeyPatch)
 
     assert asyncio.run(ask_twice([USER, OLD])) == (USER, NEW)
     assert asyncio.run(ask_twice(None)) == (USER, NEW)
+
+
+class HangingOnce(Blocking):
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def get_credentials(self) -> tuple[str]:
+        if not self.asked:
+            self.asked += 1
+            self.released.wait()
+        return (OLD,)
+
+
+class Exiting(Blocking):
+    def get_credentials(self) -> tuple[str]:
+        raise SystemExit(3)
+
+
+def test_a_provider_that_hangs_is_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("store.credentials.QUESTION_SECONDS_MAX", 0.1)
+
+    async def ask_twice() -> object:
+        provider = HangingOnce()
+        asking = ProviderLogin(provider, USER)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await asking.get_credentials_async()
+        try:
+            return await asyncio.wait_for(asking.get_credentials_async(), 10.0)
+        finally:
+            provider.released.set()
+
+    assert asyncio.run(ask_twice()) == (USER, OLD)
+
+
+def test_a_provider_that_exits_its_thread() -> None:
+    with pytest.raises(StoreUnavailable, match=r"Exiting failed: .*SystemExit"):
+        asyncio.run(ProviderLogin(Exiting(), USER).get_credentials_async())
 
 
 HANGING = """

@@ -1,18 +1,20 @@
 """Connections that a server ends, or that lead to a server that no longer takes writes."""
 
+import asyncio
 import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
+from redis.exceptions import MovedError
 
 from clusters import FIRST_SLOTS, SLOTS, Sentinels, ValkeyCluster, names_in_slots
 from mirrors import Mirroring
 from nodes import wait_until
 from patience import scaled
 from server_clients import Monitor, Place, clients, cut_all, place_of, records_read, refusals
-from servers import StartServer, command, patient
+from servers import PATIENT_SECONDS, StartServer, command, frozen, patient
 from store import (
     BlockingStore,
     ClaimAnswer,
@@ -26,10 +28,14 @@ from store import (
     layout,
     open_store,
 )
-from store.client import Script
+from store.client import Client, Script
+from store.connections import Access, Endpoint
 from store.mirror_claims import RedisMirrorClaims
+from store.server import Budget, Server
 from store.testing.claims import ask
 from store.testing.samples import BOOT, a_location, a_record
+from store.topology import open_topology
+from store.url import parse
 from switchovers import Switchover
 
 SLOW_SECONDS = 5.0
@@ -245,3 +251,40 @@ def test_a_shard_that_hangs_delays_one_call(own_cluster: ValkeyCluster, namespac
         for member in frozen:
             member.go_on()
         wait_until(lambda: all(is_published(store, namespace, key) for key in lost), 10.0)
+
+
+def test_the_rest_of_a_budget_tells_of_no_server_that_it_hangs(
+    start_server: StartServer,
+) -> None:
+    started = start_server()
+
+    async def ask() -> list[bool]:
+        access = Access(PATIENT_SECONDS, PATIENT_SECONDS)
+        server = Server(Endpoint(path=started.url.removeprefix("unix://")), access)
+        await server.exchange([("PING",)])
+        found = []
+        with frozen(started):
+            for seconds in (0.01, PATIENT_SECONDS):
+                with pytest.raises(StoreUnavailable, match="no answer in time"):
+                    await server.exchange([("PING",)], Budget(seconds, seconds))
+                found.append(server.hangs)
+        await server.close()
+        return found
+
+    assert asyncio.run(ask()) == [False, True]
+
+
+def test_a_redirect_to_a_host_without_a_name_leads_to_the_known_one() -> None:
+    async def target(error: str) -> str:
+        topology = open_topology(
+            parse("redis-cluster://node-a:7000"),
+            call_timeout_seconds=1.0,
+            connect_timeout_seconds=1.0,
+        )
+        route = topology.server_at(Endpoint("node-a", 7000))
+        found = Client(topology)._target(MovedError(error), route)
+        assert isinstance(found, Server)
+        return str(found.endpoint)
+
+    assert asyncio.run(target("1 ?:7001")) == "node-a:7001"
+    assert asyncio.run(target("1 node-b:7001")) == "node-b:7001"

@@ -123,6 +123,61 @@ def test_after_a_server_was_lost_the_inventory_is_written_again_at_a_bounded_rat
         wait_until(lambda: held(store, "old") == [True], 4.0)
 
 
+class Losing(MemoryStore):
+    """Once told to, it loses all its data; what the caller then hears is lost as well."""
+
+    loses = ""
+
+    def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
+        if self.loses:
+            self.clear_all()
+        known = super().beat(node, boot, sequence, replacing=replacing)
+        if self.loses == "and the answer to the beat":
+            self.loses = ""
+            raise StoreUnavailable("no answer in time")
+        return known
+
+    def beats(self) -> dict[str, Beat]:
+        if self.loses == "and the beats are not read":
+            self.loses = ""
+            raise StoreUnavailable("no answer in time")
+        return super().beats()
+
+    def clear_all(self) -> None:
+        for record in list(self.scan()):
+            for at in record.locations:
+                self.withdraw(record.namespace, record.key, at.node, reason="test")
+        for node, beat in super().beats().items():
+            self.leave(node, beat.boot)
+
+
+@pytest.mark.parametrize("how", ["and the answer to the beat", "and the beats are not read"])
+def test_a_loss_of_all_data_is_noticed_also_if_that_beat_fails(how: str) -> None:
+    store = Losing()
+    with registrar_on(store) as (registrar, shelf):
+        keys = [f"k{n}" for n in range(100)]
+        for key in keys:
+            insert(shelf, key)
+        wait_until(lambda: all(held(store, *keys)), 3.0)
+        wait_until(lambda: registrar.pending() == 0, 3.0)
+        store.loses = how
+        wait_until(lambda: not store.loses, 3.0)
+        wait_until(lambda: all(held(store, *keys)), 4.0)
+
+
+def test_a_beat_that_fails_is_no_loss_of_data() -> None:
+    store = Losing()
+    store.clear_all = lambda: None  # type: ignore[method-assign]
+    with registrar_on(store) as (registrar, shelf):
+        insert(shelf, "k")
+        wait_until(lambda: held(store, "k") == [True], 3.0)
+        wait_until(lambda: registrar.pending() == 0, 3.0)
+        store.loses = "and the answer to the beat"
+        wait_until(lambda: not store.loses, 3.0)
+        wait_until(lambda: registrar.store_up, 3.0)
+        assert not holds_within(lambda: registrar.pending() > 0, 2.5)
+
+
 def test_an_evicted_node_publishes_its_whole_inventory() -> None:
     store = MemoryStore()
     with registrar_on(store) as (_, shelf):
