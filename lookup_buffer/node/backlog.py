@@ -139,10 +139,6 @@ class Backlog:
                 return 0.0
             return self._pace.wait_seconds(len(self._again)) if self._again else None
 
-    def has(self, address: QualifiedKey) -> bool:
-        with self._lock:
-            return any(address in queue for queue in (*self._due_or_held(), self._again))
-
     def __len__(self) -> int:
         with self._lock:
             due = len(self._urgent) + len(self._fresh) + len(self._again)

@@ -35,7 +35,6 @@ from store import (
     BlockingStore,
     DeviceLocation,
     Failure,
-    Found,
     Location,
     PoolEndpoint,
     StoreCorrupt,
@@ -50,9 +49,6 @@ number of live nodes; but a walk of the inventory always ends before the next on
 WALK_PAUSE_SECONDS = 60.0
 """After a server was lost, all items are written again, at most this often: unstable connections
 must not keep the fleet rewriting."""
-
-SAMPLE = 32
-"""Items that are looked up to tell whether the store has lost its data."""
 
 EXPIRED_MAX = 8
 """Dead nodes that are removed with one beat: every node does it, so a few are enough."""
@@ -282,26 +278,13 @@ class Registrar:
 
     def _is_forgotten(self, store: BlockingStore) -> bool:
         """Whether the store lost its data, and a beat that had failed for us hid it: it was carried
-        out after the loss. Then none of some items that were first published here is known."""
+        out after the loss. Then the description of this node is gone."""
         if not self._beat_failed:
             return False
-        addresses = self.shelf.addresses()
-        drawn = random.sample(addresses, min(SAMPLE, len(addresses)))
-        sample = [address for address in drawn if self._was_published_first(address)]
-        found = store.look_up(sample) if sample else []
+        me = self.identity
+        info = store.node_infos([me.node]).get(me.node)
         self._beat_failed = False
-        return bool(sample) and not any(map(self._may_name_us, found))
-
-    def _was_published_first(self, address: QualifiedKey) -> bool:
-        """Copies may have come too late for a place among the record's locations."""
-        item = self.shelf.published(address)
-        return item is not None and item.origin == "local" and not self._backlog.has(address)
-
-    def _may_name_us(self, found: Found) -> bool:
-        if isinstance(found, StoreUnavailable):
-            return True
-        me = (self.identity.node, self.identity.boot)
-        return found is not None and me in [(at.node, at.boot) for at in found.locations]
+        return info is None or info.boot != me.boot
 
     def _describe_node(self, store: BlockingStore) -> None:
         gauges, claims = self.shelf.gauges(), self.count_claims()
