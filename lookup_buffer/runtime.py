@@ -20,6 +20,8 @@ from pathlib import Path
 from lookup_buffer.config import SECRETS, BufferConfig
 from lookup_buffer.errors import NodeUnavailable
 
+LOG_FORMAT = "%(asctime)s lookup-buffer %(levelname)s: %(message)s"
+"""Of the node's log, into which the dashboard's process writes, too."""
 LOG_TAIL_BYTES = 2000
 POLL_SECONDS = 0.01
 PROBE_SECONDS = 1.0

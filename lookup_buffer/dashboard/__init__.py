@@ -1,1 +1,1 @@
-"""The dashboard: the process that samples the fleet, and the files of the page, in `page`."""
+"""The dashboard's process: HTTP for browsers, Prometheus and probes."""

@@ -14,13 +14,13 @@ from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lookup_buffer.dashboard.metrics import FAMILIES
 from lookup_buffer.errors import InvalidKey
 from lookup_buffer.inspection.access import CommandError
 from lookup_buffer.inspection.findings import IN_PROGRESS, PRESENT, Finding
 from lookup_buffer.inspection.history import Activity, Address, Sample, history_of, take_sample
 from lookup_buffer.node.counters import MISS_REASONS
 from lookup_buffer.node.liveness import Liveness
-from lookup_buffer.node.metrics import FAMILIES
 from lookup_buffer.times import DEAD_AFTER_SECONDS
 from store import BlockingStore, StoreError, StoreRefused, StoreUnavailable
 from store.record import SAFE_NAME

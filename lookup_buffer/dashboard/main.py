@@ -1,88 +1,76 @@
-"""The observer: a process that a node starts to sample the fleet for the dashboard's page.
+"""The dashboard's process, which a node with `http_listen` starts: page, `/metrics`, `/healthz`.
 
-Standard input: first the node's name and settings, then questions, one JSON value a line.
-Standard output, one line each: `point` (what was counted since the last one), `now` (all that the
-page shows), `trouble` (why there is neither) or `answer N`, followed by a JSON value.
-
-The main thread samples once a second. A second thread reads the questions, and a pool answers
-them. The process reads the store only, with the code of the commands. It ends when its input ends.
+Standard input is one line, `Start` as JSON: secrets must not be on a command line. The process
+listens on a socket that the node has bound and hands down. It asks the node over its unix socket
+and reads the store; so what it computes delays no client. It ends when its input ends, as the node
+has ended.
 """
 
+import asyncio
 import json
+import logging
 import os
+import socket
 import sys
-import threading
-import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from lookup_buffer.config import BufferConfig
-from lookup_buffer.dashboard.fleet import FleetSampler, explain, store_error_text
-from lookup_buffer.inspection.access import CALL_SECONDS_MIN
-from store import BlockingStore, StoreError
+import uvicorn
 
-INTERVAL_SECONDS = 1.0
-"""Time between two samples. Nodes write their heartbeats and counters once a second."""
-NICENESS = 10
-"""Lower priority than engines and the node: sampling must not slow them down."""
-QUESTIONS_AT_ONCE = 2
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.dashboard.app import make_app
+from lookup_buffer.dashboard.exposition import Exposition
+from lookup_buffer.dashboard.feed import Feed
+from lookup_buffer.dashboard.http import server_of
+from lookup_buffer.dashboard.node import NodeView
+from lookup_buffer.inspection.access import CALL_SECONDS_MIN
+from lookup_buffer.runtime import LOG_FORMAT
+from store import BlockingStore
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What the process is told (by `node/http.py`). `settings` are those of the node."""
+
+    node: str
+    node_pid: int
+    socket_path: str
+    listener: int
+    """The descriptor of the listening socket."""
+    settings: dict[str, Any]
 
 
 def main() -> None:
-    start = json.loads(sys.stdin.readline())
-    os.nice(NICENESS)
-    access = BufferConfig.of(start["settings"]).store_access()
-    output = LineWriter()
-    name = f"{start['node']}:dashboard"
-    store = access.open(access.actual_url(), CALL_SECONDS_MIN, name=name)
-    threading.Thread(target=answer_questions, args=(sys.stdin, store, output), daemon=True).start()
+    start = Start(**json.loads(sys.stdin.readline()))
+    config = BufferConfig.of(start.settings)
+    logging.basicConfig(format=LOG_FORMAT, level=config.log_level.upper())
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    asyncio.run(serve(start, config))
+
+
+async def serve(start: Start, config: BufferConfig) -> None:
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), os._exit, 0)  # the node has ended
+
+    def open_store() -> BlockingStore:
+        access = config.store_access()
+        name = f"{start.node}:dashboard"
+        return access.open(access.actual_url(), CALL_SECONDS_MIN, name=name)
+
+    feed = Feed(start.node, open_store)
+    token = config.http_token.get_secret_value() if config.http_token else None
+    app = make_app(
+        NodeView(Path(start.socket_path)), Exposition(start.node, start.node_pid), feed, token
+    )
+    await run(server_of(app), feed, socket.socket(fileno=start.listener))
+
+
+async def run(server: uvicorn.Server, feed: Feed, listener: socket.socket) -> None:
+    """Serve on `listener`, which it closes, and sample, until the server is told to exit."""
     try:
-        observe(store, start["node"], output)
-    except BrokenPipeError:
-        os._exit(0)
-
-
-class LineWriter:
-    """Writes the lines for the node to stdout. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def write(self, kind: str, value: Any) -> None:
-        line = f"{kind} {json.dumps(value, separators=(',', ':'))}\n"
-        with self._lock:
-            sys.stdout.write(line)
-            sys.stdout.flush()
-
-
-def observe(store: BlockingStore, node: str, output: LineWriter) -> None:
-    """Take a sample each second; never returns. BrokenPipeError: the node has ended."""
-    with ThreadPoolExecutor(1, "namespaces") as scanner:
-        sampler = FleetSampler(store, scanner)
-        due = time.monotonic()
-        while True:
-            try:
-                update = sampler.sample()
-            except StoreError as error:  # try again: the store may come back
-                output.write("trouble", store_error_text(error))
-            else:
-                if update.point is not None:
-                    output.write("point", update.point)
-                output.write("now", {"node": node, "point": update.point, **update.now})
-            now = time.monotonic()
-            due = max(due + INTERVAL_SECONDS, now)
-            time.sleep(due - now)
-
-
-def answer_questions(questions: Iterable[str], store: BlockingStore, output: LineWriter) -> None:
-    """Answer questions until the input ends, as the node has ended; then end this process."""
-    pool = ThreadPoolExecutor(QUESTIONS_AT_ONCE, "question")
-
-    def answer(question: dict[str, Any]) -> None:
-        found = explain(store, question["key"], question["namespace"])
-        output.write(f"answer {question['number']}", found)
-
-    for line in questions:
-        pool.submit(answer, json.loads(line))
-    os._exit(0)
+        async with asyncio.TaskGroup() as group:
+            sampling = group.create_task(feed.run())
+            await server.serve(sockets=[listener])
+            sampling.cancel()
+    finally:
+        feed.close()

@@ -1,8 +1,8 @@
 """The control server: accepts clients on the unix socket and manages their sessions.
 
-It handles `Hello`, `Join`, `Stage` and `Goodbye`, and passes all other requests to `Desk`. Runs on
-the loop's thread and never blocks. `node.py` starts it; `vitals` and the idle check read its
-counts.
+It handles `Hello`, `Join`, `Stage`, `Goodbye` and `Metrics`, and passes all other requests to
+`Desk`. Runs on the loop's thread and never blocks. `node.py` starts it; `vitals` and the idle check
+read its counts.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from lookup_buffer.protocol.messages import (
     Goodbye,
     Hello,
     Join,
+    Metrics,
     SessionRequest,
     Stage,
     error_reply,
@@ -37,7 +38,7 @@ from lookup_buffer.times import QUARANTINE_SECONDS
 
 CONNECTIONS_MAX = 1024
 HELLO_SECONDS = 5.0
-"""A connection that sent neither Hello nor Join within this time is closed."""
+"""A connection that has no session after this time is closed."""
 TRY_AGAIN_SECONDS = 0.05
 """Pause before the next accept, if the process has no free descriptor."""
 
@@ -51,10 +52,12 @@ class Control:
     remote_index: RemoteIndex
     expects: Mapping[str, str | int]
     """The settings that a client's configuration must share with this node; see `Hello.expects`."""
+    metrics: Callable[[], dict[str, Any]]
+    """The fields of the answer to `Metrics`."""
     idle_since: float = field(default_factory=time.monotonic)
     _sessions: dict[int, Session] = field(default_factory=dict)
     _of: dict[Connection, Session | None] = field(default_factory=dict)
-    """Each connection's session; None until Hello or Join."""
+    """Each connection's session; None until Hello or Join, and of one that asks for `Metrics`."""
     _next_session: Callable[[], int] = field(default=lambda: int.from_bytes(os.urandom(7), "big"))
     _listener: socket.socket | None = None
 
@@ -79,12 +82,11 @@ class Control:
             connection.end(None)
 
     def count_sessions(self) -> int:
-        """May be called on any thread."""
         return len(self._sessions)
 
     def idle_seconds(self) -> float:
-        """Seconds since the last connection ended; 0 while there is one."""
-        return 0.0 if self._of else time.monotonic() - self.idle_since
+        """Seconds since the last connection of a session ended; 0 while there is one."""
+        return 0.0 if any(self._of.values()) else time.monotonic() - self.idle_since
 
     def _watch(self) -> None:
         assert self._listener is not None
@@ -132,6 +134,8 @@ class Control:
                     self._stage(connection, session, request)
                 case Goodbye() if session is not None:
                     self._finish(session)
+                case Metrics():
+                    connection.send({"id": request.id} | self.metrics())
                 case _:
                     connection.end(ProtocolError(f"{request.op} out of turn"))
         except ProtocolError:
@@ -194,10 +198,9 @@ class Control:
         if isinstance(error, ProtocolError):
             self.counters.add("protocol_errors")
         session = self._of.pop(connection, None)
-        if not self._of:
-            self.idle_since = time.monotonic()
         if session is None:
             return
+        self.idle_since = time.monotonic()
         session.connections.discard(connection)
         self.desk.intake.unstage(session, connection)
         if connection is session.anchor and not session.over:

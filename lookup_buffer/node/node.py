@@ -27,16 +27,16 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
                arbiter ─► store                     mirror's connections, or lines [lb-claim]
       desk, claims, announcements ─► registrar      marks keys as changed, in backlog; so do shelf,
                                                     pools and peers, through node
-      node ─► directory, locator, owners, vitals    ticks, 4 times a second
+      node ─► directory, locator, owners, http      ticks, 4 times a second
 
     [lb-registrar] registrar ─► heartbeat, directory, invalidations, publisher, errands ─► store
                      ├─► publisher ─► announcements the store's replies on hand-offs, on the loop
                      └─► sightings ─► pools         other nodes' device pools, on the loop
     other nodes ─► peers ─► shelf                   sends tensors [lb-peer-accept, lb-peer]
                     └─► askers ─► handoffs          takers of other nodes, on the loop
-    Prometheus, probes, browsers ─► http_server ─► http_exchange ─► http_pages    [lb-http]
-                     ├─► exposition ─► vitals       /metrics and /healthz
-                     └─► http_dashboard ─► observer ─► the dashboard's own process ─► store
+    Prometheus, probes, browsers ─► the dashboard's process, which `http` keeps running
+                     ├─► control ─► vitals          /metrics and /healthz, by a message
+                     └─► store                      the page
 
 `lb-locate` looks up records if there is no mirror (`asking`): by the setting, or if the store has
 none. With a mirror (`mirroring`) it only opens the store, connects, and reads the membership for
@@ -73,8 +73,7 @@ from lookup_buffer.node.fetcher import Fetcher
 from lookup_buffer.node.grants import Grants
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.holdings import Holdings
-from lookup_buffer.node.http_pages import pages_of
-from lookup_buffer.node.http_server import HttpServer
+from lookup_buffer.node.http import HttpProcess
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.intake import Intake
 from lookup_buffer.node.lanes import Lanes
@@ -95,6 +94,7 @@ from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takings import Takings
 from lookup_buffer.node.vitals import Vitals
 from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.runtime import LOG_FORMAT
 from lookup_buffer.shm.index import RemoteIndex
 from lookup_buffer.times import DEATH_CHECK_SECONDS
 from store import GoneReason, StoreError
@@ -109,7 +109,6 @@ GARBAGE_THRESHOLDS = (2_000, 10, 1_000)
 request is answered. CPython's own thresholds caused eight of them while the mirror filled, these
 none."""
 IDLE_CHECK_SECONDS = 1.0
-LOG_FORMAT = "%(asctime)s lookup-buffer %(levelname)s: %(message)s"
 END_SECONDS = 20.0
 """After a request to stop, a node ends within this time, sooner than a supervisor kills it (30 s in
 Kubernetes). Its parts stop within 12 s and the store's timeout; one that does not is a bug, and
@@ -142,7 +141,7 @@ class Node:
         )
         self._holdings = Holdings(self._loop)
         self._identity = self._listen_to_peers()
-        self._http = self._listen_to_observers()
+        self._http = None if config.http_listen is None else HttpProcess(config.http_listen)
         self._storage = Storage(config, self._loop, self._identity.node)
         self._telemetry = self._make_telemetry() if config.store_opentelemetry else None
         self._directory = directory = Directory(self._identity.node)
@@ -179,10 +178,10 @@ class Node:
             self._counters,
             self._remote_index,
             config.expectations(),
+            lambda: self._vitals.answer(),
         )
         self._vitals = Vitals(
-            self._identity, self._counters, self._shelf, self._registrar, directory, self._holdings,
-            self._control,
+            self._counters, self._shelf, self._registrar, directory, self._holdings, self._control,
         )  # fmt: skip
 
     def _ways_to_the_store(self, mirror: bool, directory: Directory) -> tuple[Locator, Arbiter]:
@@ -260,6 +259,8 @@ class Node:
         self._shelf.arena.populate(0, first)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._loop.stop)
+        if self._http is not None:
+            self._http.start(self._identity.node, socket_path, self._config)
         self._control.listen(socket_path)  # may fail, so before any thread is started
         self._peers.start(self._identity.boot)
         self._locator.start()
@@ -267,8 +268,6 @@ class Node:
         if self._telemetry is not None:
             self._telemetry.start()
         self._shelf.arena.populate_in_background(skip_bytes=first)
-        if self._http is not None:
-            self._http.start(pages_of(self._vitals, self._config))
         self._loop.call_soon(on_ready)
         self._check_deaths()
         if self._ends_when_idle:
@@ -288,10 +287,11 @@ class Node:
         call_from_thread(self._loop, self._loop.stop)
 
     def _check_deaths(self) -> None:
-        self._vitals.tick()
         self._directory.tick()
         self._locator.tick()
         self._owners.tick()
+        if self._http is not None:
+            self._http.tick()
         self._loop.call_later(DEATH_CHECK_SECONDS, self._check_deaths)
 
     def _check_idle(self) -> None:
@@ -325,20 +325,6 @@ class Node:
                 "allowed: a free address of this host"
             ) from error
         return Identity.create(config.node_id, config.advertise or endpoint)
-
-    def _listen_to_observers(self) -> HttpServer | None:
-        config = self._config
-        if config.http_listen is None:
-            return None
-        http = HttpServer(config.http_token.get_secret_value() if config.http_token else None)
-        try:
-            http.listen(config.http_listen)
-        except OSError as error:
-            raise ConfigError(
-                f"setting 'http_listen' is {config.http_listen!r}: {error.strerror}; "
-                "allowed: a free address of this host"
-            ) from error
-        return http
 
     def _make_telemetry(self) -> "Telemetry":
         from store.telemetry import Telemetry  # imports redis-py

@@ -1,37 +1,39 @@
-"""The node's gauges, and its health for `/healthz`.
+"""The node's counters, gauges and health, as `/metrics` and `/healthz` show them.
 
-`node.py` ticks it on the loop; `exposition` and `http_pages` read it on `lb-http`.
+`control` sends them to the dashboard's process. Runs on the loop's thread.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from lookup_buffer.node.control import Control
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.holdings import Holdings
-from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.times import STALL_SECONDS
 
 
 @dataclass(slots=True)
 class Vitals:
-    identity: Identity
     counters: Counters
     shelf: Shelf
     registrar: Registrar
     directory: Directory
     holdings: Holdings
     control: Control
-    clock: Callable[[], float] = time.monotonic
-    _ticked_at: float = 0.0
 
-    def tick(self) -> None:
-        """The node's loop runs."""
-        self._ticked_at = self.clock()
+    def answer(self) -> dict[str, Any]:
+        """The fields of the answer to `Metrics`."""
+        counters = self.counters
+        return {
+            "values": counters.totals() | self.gauges(),
+            "histograms": {
+                "fetch_seconds": counters.fetch_seconds.read(),
+                "encode_seconds": counters.encode_seconds.read(),
+            },
+            "unhealthy": self.unhealthy_reason(),
+        }
 
     def gauges(self) -> dict[str, int]:
         """The current values."""
@@ -47,8 +49,6 @@ class Vitals:
 
     def unhealthy_reason(self) -> str:
         """Why the node is unhealthy; "" if it is healthy."""
-        if self.clock() - self._ticked_at > STALL_SECONDS:
-            return "the node does not answer its clients"
         if not self.registrar.store_up:
             return "the store is not reached: only what this host holds is found"
         if not self.registrar.established:

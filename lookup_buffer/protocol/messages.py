@@ -316,6 +316,14 @@ class Stats(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class Metrics(Request):
+    """Needs no session. → values (gauges and counters by name), histograms (name → [cumulative
+    counts, sum in seconds]), unhealthy (why; "" if healthy)."""
+
+    op = "metrics"
+
+
+@dataclass(frozen=True, slots=True)
 class Goodbye(Request):
     """One-way. End the session now: its pins are released at once."""
 
@@ -448,7 +456,7 @@ _KINDS: Final[Mapping[str, type[Request]]] = {
     for kind in (
         Hello, Join, Stage, Contains, Insert, Select, Take, Acknowledge, GiveBack, Leave, Holds,
         Prefetch, Release, Touch, Done, Claim, ReleaseClaim, ClaimAll, Encoding, Unclaim, Describe,
-        Stats, Goodbye, OpenPool, Prepare, Offer, Retract,
+        Stats, Metrics, Goodbye, OpenPool, Prepare, Offer, Retract,
         Received,
     )
 }  # fmt: skip

@@ -15,10 +15,10 @@ import torch
 
 from command_line import PROGRAM, environment, run, run_json
 from lookup_buffer.cli.top import _nodes, _summary
+from lookup_buffer.dashboard.metrics import FAMILIES
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.inspection.history import Activity, Sample
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.node.metrics import FAMILIES
 from nodes import NodeProcess, StartNode, key
 from servers import StartServer
 from store import Beat

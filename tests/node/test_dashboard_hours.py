@@ -1,60 +1,66 @@
 """The dashboard's page over time: lost and found again, behind a token, and open for an hour."""
 
-import json
-import sys
-
 import pytest
 
-from lookup_buffer.node.http_dashboard import dashboard_pages
-from lookup_buffer.node.http_server import HttpServer
-from lookup_buffer.node.observer import HISTORY_SECONDS, Observer
+from lookup_buffer.dashboard import feed
+from lookup_buffer.dashboard.feed import HISTORY_SECONDS, Feed
+from lookup_buffer.dashboard.fleet import PageUpdate
+from memory_store import MemoryStore
 from nodes import StartNode
-from observing import LIVE, Browser, dashboard
+from observing import LIVE, Browser, dashboard, serving_feed
 from servers import free_port
 
 TOKEN = "nur-fuer-uns-und-niemanden"
 HOUR_SECONDS = 3600
 SAMPLE_PAUSE_SECONDS = 0.006
 HEAP_GROWTH_BYTES = 1_000_000
-# Writes an observer's lines for a busy fleet, one second every few milliseconds: keys, nodes and
-# reasons of misses appear and disappear. Each second has one hit, so the page's count is known.
-HASTE = """
-import json, sys, time
-pause = json.loads(sys.stdin.readline())
-reasons = ["absent", "stale", "timeout", "no_room"]
-start, number = 1_800_000_000, 0
-while True:
-    number += 1
-    point = {"at": start + number, "seconds": 1.0, "hits": 1, "claims": number % 5,
-             "misses": {reasons[number // 50 % 4]: number % 3},
-             "bytes": {"received shm": 1000 * number, "sent tcp": 10}}
-    nodes = [{"node": f"node-{number // 100 + n}", "state": "alive" if n else "dead",
-              "silent_seconds": None if n else 7.0, "host": "h", "endpoint": "tcp://h:1",
-              "version": "0.1", "items": number, "used_bytes": number, "capacity_bytes": 99999,
-              "claims": 1, "hits_per_second": 1.5, "misses_per_second": 0.1} for n in range(8)]
-    hottest = [{"namespace": "5" * 64, "key": f"key-{number // 10 + n}", "hits": number,
-                "hits_per_second": 0.1 * n} for n in range(12)]
-    now = {"node": "haste", "at": point["at"], "point": point, "asked_seconds": 0.001,
-           "nodes": nodes, "claims": number % 5, "hottest": hottest,
-           "hits": number, "hit_bytes": 9 * number, "misses": {"absent": number, "stale": 3},
-           "transfers": [{"direction": "received", "pipe": "shm", "bytes": number,
-                          "bytes_per_second": 5}]}
-    print("point", json.dumps(point), flush=True)
-    print("now", json.dumps(now), flush=True)
-    time.sleep(pause)
-"""
+REASONS = ("absent", "stale", "timeout", "no_room")
+START = 1_800_000_000
+
+
+class BusyFleet:
+    """Instead of `FleetSampler`: one second every few milliseconds; keys, nodes and reasons of
+    misses appear and disappear. Each second has one hit, so the page's count is known."""
+
+    def __init__(self, *_: object) -> None:
+        self._number = 0
+
+    def sample(self) -> PageUpdate:
+        self._number += 1
+        number = self._number
+        point = {
+            "at": START + number, "seconds": 1.0, "hits": 1, "claims": number % 5,
+            "misses": {REASONS[number // 50 % 4]: number % 3},
+            "bytes": {"received shm": 1000 * number, "sent tcp": 10},
+        }  # fmt: skip
+        nodes = [
+            {"node": f"node-{number // 100 + n}", "state": "alive" if n else "dead",
+             "silent_seconds": None if n else 7.0, "host": "h", "endpoint": "tcp://h:1",
+             "version": "0.1", "items": number, "used_bytes": number, "capacity_bytes": 99999,
+             "claims": 1, "hits_per_second": 1.5, "misses_per_second": 0.1}
+            for n in range(8)
+        ]  # fmt: skip
+        hottest = [
+            {"namespace": "5" * 64, "key": f"key-{number // 10 + n}", "hits": number,
+             "hits_per_second": 0.1 * n}
+            for n in range(12)
+        ]  # fmt: skip
+        now = {
+            "at": point["at"], "asked_seconds": 0.001, "nodes": nodes, "claims": number % 5,
+            "hottest": hottest, "hits": number, "hit_bytes": 9 * number,
+            "misses": {"absent": number, "stale": 3},
+            "transfers": [{"direction": "received", "pipe": "shm", "bytes": number,
+                           "bytes_per_second": 5}],
+        }  # fmt: skip
+        return PageUpdate(now, point)
 
 
 @pytest.mark.alone
-def test_an_hour_leaks_no_memory(browser: Browser) -> None:
-    told = json.dumps(SAMPLE_PAUSE_SECONDS).encode() + b"\n"
-    server = HttpServer(None)
-    server.listen("http://127.0.0.1:0")
-    server.start(
-        dashboard_pages(Observer(((sys.executable, "-c", HASTE), told)), needs_token=False)
-    )
-    try:
-        tab = browser.open(f"{server.address}/")
+def test_an_hour_leaks_no_memory(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "FleetSampler", BusyFleet)
+    monkeypatch.setattr(feed, "INTERVAL_SECONDS", SAMPLE_PAUSE_SECONDS)
+    with serving_feed(Feed("busy", MemoryStore)) as server:
+        tab = browser.open(f"{server.settings.http_listen}/")
         shown = (
             "parseInt(document.getElementById('saved-note').textContent.replaceAll(',', '')) || 0"
         )
@@ -70,8 +76,6 @@ def test_an_hour_leaks_no_memory(browser: Browser) -> None:
         assert after["JSEventListeners"] < before["JSEventListeners"] + 20
         assert after["JSHeapUsedSize"] - before["JSHeapUsedSize"] < HEAP_GROWTH_BYTES
         assert tab.errors() == []
-    finally:
-        server.close()
 
 
 def test_a_lost_connection_is_shown_and_made_again(browser: Browser, start_node: StartNode) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lookup_buffer.dashboard.metrics import FAMILIES
 from lookup_buffer.errors import BufferFull, MissingTensor
 from lookup_buffer.node.counters import COUNTERS
-from lookup_buffer.node.metrics import FAMILIES
 from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_until
 from observing import families, get, number, samples
 from servers import StartServer, free_port

@@ -5,6 +5,7 @@ and no driver: requests go to its descriptor 3 as JSON that ends in a NUL, repli
 descriptor 4. One thread writes and reads.
 """
 
+import asyncio
 import base64
 import json
 import os
@@ -13,18 +14,27 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from email.message import Message
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from lookup_buffer.dashboard.app import make_app
+from lookup_buffer.dashboard.exposition import Exposition
+from lookup_buffer.dashboard.feed import Feed
+from lookup_buffer.dashboard.http import server_of
+from lookup_buffer.dashboard.main import run
+from lookup_buffer.dashboard.node import NodeView
 from nodes import NodeProcess
 from patience import scaled
 
@@ -226,7 +236,7 @@ class Tab:
 ANSWER_SECONDS = scaled(10.0)
 
 
-def address_of(node: NodeProcess) -> tuple[str, int]:
+def address_of(node: "NodeProcess | Listener") -> tuple[str, int]:
     url = node.settings.http_listen
     assert url is not None
     host, port = url.removeprefix("http://").rsplit(":", 1)
@@ -234,17 +244,17 @@ def address_of(node: NodeProcess) -> tuple[str, int]:
 
 
 def get(
-    node: NodeProcess, path: str, headers: Mapping[str, str] | None = None
-) -> tuple[int, dict[str, str], str]:
-    """Status, headers and text."""
+    node: "NodeProcess | Listener", path: str, headers: Mapping[str, str] | None = None
+) -> tuple[int, Message, str]:
+    """Status, headers (in whatever case) and text."""
     url = f"{node.settings.http_listen}{path}"
     request = urllib.request.Request(url, headers=dict(headers or {}))
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
-            return answer.status, dict(answer.headers), answer.read().decode()
+            return answer.status, answer.headers, answer.read().decode()
     except urllib.error.HTTPError as refused:
         with refused:
-            return refused.code, dict(refused.headers), refused.read().decode()
+            return refused.code, refused.headers, refused.read().decode()
 
 
 def families(node: NodeProcess, headers: Mapping[str, str] | None = None) -> dict[str, Metric]:
@@ -293,10 +303,33 @@ def number_shown(text: str) -> int:
     return int(text.split()[0].replace(",", ""))
 
 
+class Listener:
+    """A dashboard's server that is no node's, for `get` and `Stream`."""
+
+    def __init__(self, address: str) -> None:
+        self.settings = SimpleNamespace(http_listen=address)
+
+
+@contextmanager
+def serving_feed(feed: Feed) -> Iterator[Listener]:
+    """A server in this process, on a thread, that shows this feed."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    node = NodeView(Path("/nowhere"))
+    server = server_of(make_app(node, Exposition("nobody", os.getpid()), feed, None))
+    serving = run(server, feed, listener)
+    thread = threading.Thread(target=asyncio.run, args=(serving,), daemon=True)
+    thread.start()
+    yield Listener(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    server.should_exit = server.force_exit = True
+    thread.join(END_SECONDS)
+
+
 class Stream:
     """The events of a node's dashboard, as they come."""
 
-    def __init__(self, node: NodeProcess, *headers: str, path: str = "/dashboard/stream") -> None:
+    def __init__(
+        self, node: NodeProcess | Listener, *headers: str, path: str = "/dashboard/stream"
+    ) -> None:
         self.socket = socket.create_connection(address_of(node), timeout=3 * ANSWER_SECONDS)
         lines = (f"GET {path} HTTP/1.1", "Host: localhost", *headers, "", "")
         self.socket.sendall("\r\n".join(lines).encode())

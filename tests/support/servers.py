@@ -158,6 +158,19 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
+def children_of(pid: int) -> set[int]:
+    """The processes that it has started, and that run."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == pid and alive(int(entry.name)):
+            found.add(int(entry.name))
+    return found
+
+
 def python(source: str, *arguments: str) -> "subprocess.Popen[str]":
     """A Python process of its own that runs `source`; its output is a pipe."""
     root = Path(__file__).resolve().parents[2]

@@ -139,6 +139,6 @@ HISTOGRAMS: Final = {
     "encode_seconds":
         "Seconds from the start of an engine's encode until its output was in the arena.",
 }  # fmt: skip
-"""By the attribute of `Counters`."""
+"""By the name in the node's answer to `Metrics`."""
 BUILD_INFO: Final = ("build_info", "Always 1; the labels are the node's id, version and protocol.")
 BUILD_LABELS: Final = ("node", "version", "protocol")
