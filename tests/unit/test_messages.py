@@ -32,8 +32,8 @@ KINDS: list[type[Request]] = [
     messages.Holds,
     messages.Prefetch, messages.Release, messages.Touch, messages.Done,
     messages.Claim, messages.ReleaseClaim, messages.ClaimAll, messages.Encoding, messages.Unclaim,
-    messages.Describe, messages.Stats, messages.Goodbye, OpenPool, Offer, Retract, Received,
-    Prepare,
+    messages.Describe, messages.Stats, messages.Metrics, messages.Goodbye, OpenPool, Offer,
+    Retract, Received, Prepare,
 ]  # fmt: skip
 
 counts = st.integers(0, (1 << 63) - 1)
