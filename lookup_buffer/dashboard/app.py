@@ -8,7 +8,7 @@ Runs on the loop of the dashboard's process (`main`).
 import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from importlib.resources import files
 from typing import Final
 
@@ -26,6 +26,10 @@ from lookup_buffer.dashboard.node import NodeSilent, NodeView
 
 MAKE_SECONDS = 30.0
 """Deadline for the answer to `why`."""
+HEALTH_SECONDS = 0.25
+"""Probes, which need no token, ask the node at most this often."""
+REQUEST_BYTES_MAX: Final = 8 << 10
+"""Request line and headers together."""
 HEALTH_PATH: Final = "/healthz"
 INDEX: Final = "index.html"
 CONTENT_TYPES: Final = {
@@ -70,14 +74,14 @@ def _data_pages(node: NodeView, exposition: Exposition, feed: Feed) -> dict[str,
 
     async def health(_: Request) -> Response:
         try:
-            unhealthy = (await node.state()).unhealthy
+            unhealthy = (await node.state(HEALTH_SECONDS)).unhealthy
         except NodeSilent as silent:
             unhealthy = str(silent)
         return line(503, unhealthy) if unhealthy else line(200, "ok")
 
     async def stream(_: Request) -> Response:
         try:
-            return StreamingResponse(feed.watch(), media_type="text/event-stream")
+            return EventStream(feed.watch(), feed.leave)
         except TooMany as error:
             return line(503, str(error))
 
@@ -120,6 +124,22 @@ def _file(body: bytes, content_type: str) -> Page:
     return page
 
 
+class EventStream(StreamingResponse):
+    """Server-sent events. `left` is called at its end, however it ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], left: Callable[[], None]) -> None:
+        super().__init__(events)
+        self._left = left
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._left()
+
+
 async def _failed(request: Request, _: Exception) -> Response:
     _log.error("HTTP %s failed (500 sent): this is a bug, please report it", request.url.path)
     return line(500, "this page failed; the reason is in the node's log")
@@ -152,6 +172,8 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         path, headers = scope["path"], Headers(scope=scope)
+        if _request_bytes(scope) > REQUEST_BYTES_MAX:
+            return line(431, "the request is too large")
         if path not in self._paths:
             return line(404, "no such page; the pages are /, /metrics and /healthz")
         if scope["method"] != "GET":
@@ -182,6 +204,11 @@ class Guard:
             "the header 'Authorization: Bearer <http_token>' is required",
             {"WWW-Authenticate": 'Bearer realm="lookup-buffer"'},
         )
+
+
+def _request_bytes(scope: Scope) -> int:
+    headers = sum(len(name) + len(value) for name, value in scope["headers"])
+    return len(scope["raw_path"]) + len(scope["query_string"]) + headers
 
 
 def _name(host: str) -> str:

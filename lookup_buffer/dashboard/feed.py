@@ -62,33 +62,34 @@ class Feed:
         self._news = asyncio.Event()
 
     def watch(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: the history, then one event each second.
+        """Server-sent events: the history, then one event each second. Whoever called it calls
+        `leave` at the end.
 
         Raises:
             TooMany: WATCHERS_MAX pages are open.
         """
         if self._watchers >= WATCHERS_MAX:
             raise TooMany(f"{WATCHERS_MAX} pages of this node are open already; close one")
+        self._watchers += 1
+        self._note_use()
         return self._watch()
 
+    def leave(self) -> None:
+        self._watchers -= 1
+        self._note_use()
+
     async def _watch(self) -> AsyncGenerator[bytes, None]:
-        self._watchers += 1
-        try:
-            self._note_use()
-            yield b"event: history\ndata: [%b]\n\n" % b",".join(self._points)
-            last, news = self._last, self._news
-            while True:
-                if last:
-                    yield last
-                try:
-                    async with asyncio.timeout(QUIET_SECONDS):
-                        await news.wait()
-                    last, news = self._last, self._news
-                except TimeoutError:
-                    last = b": nothing new\n\n"
-        finally:
-            self._watchers -= 1
-            self._note_use()
+        yield b"event: history\ndata: [%b]\n\n" % b",".join(self._points)
+        last, news = self._last, self._news
+        while True:
+            if last:
+                yield last
+            try:
+                async with asyncio.timeout(QUIET_SECONDS):
+                    await news.wait()
+                last, news = self._last, self._news
+            except TimeoutError:
+                last = b": nothing new\n\n"
 
     async def explain(self, key: str, namespace: str) -> dict[str, Any]:
         """What is known of a key.
@@ -131,14 +132,15 @@ class Feed:
                 self._last = b""  # the history is in the points; the last event is out of date
                 continue
             await asyncio.sleep(AGAIN_SECONDS)
-            self._used.set()
+            if self._is_wanted():
+                self._used.set()
 
     async def _sample_while_used(self) -> None:
         loop = asyncio.get_running_loop()
         store = await loop.run_in_executor(self._sampling, self._opened)
         sampler = FleetSampler(store, self._scanning)
         due = loop.time()
-        while self._watchers or time.monotonic() - self._used_at < LINGER_SECONDS:
+        while self._is_wanted():
             try:
                 update = await loop.run_in_executor(self._sampling, sampler.sample)
             except StoreError as error:  # try again: the store may come back
@@ -164,6 +166,9 @@ class Feed:
             if self._store is None:
                 self._store = self._open_store()
             return self._store
+
+    def _is_wanted(self) -> bool:
+        return bool(self._watchers) or time.monotonic() - self._used_at < LINGER_SECONDS
 
     def _note_use(self) -> None:
         self._used_at = time.monotonic()

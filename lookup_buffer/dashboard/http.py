@@ -14,11 +14,9 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from lookup_buffer.dashboard.app import HEADERS
+from lookup_buffer.dashboard.app import HEADERS, REQUEST_BYTES_MAX
 
 CONNECTIONS_MAX = 32
-REQUEST_BYTES_MAX = 8 << 10
-"""Request line and headers together."""
 UNREAD_BYTES_MAX = 64 << 10
 """After a refusal, at most this much further input is read: closing a connection with unread bytes
 would discard the answer."""
@@ -39,8 +37,13 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         self._abort_after_exchange()
         if len(self.connections) > CONNECTIONS_MAX:
-            others = (each for each in self.connections if isinstance(each, BoundedProtocol))
-            idle = [each for each in others if each is not self and each.is_idle]
+            self._make_room()
+
+    def _make_room(self) -> None:
+        others = (each for each in self.connections if isinstance(each, BoundedProtocol))
+        open_ones = [each for each in others if not each.transport.is_closing()]
+        if len(open_ones) > CONNECTIONS_MAX:
+            idle = [each for each in open_ones if each is not self and each.is_idle]
             min(idle, key=lambda each: each.began_at, default=self).transport.abort()
 
     @property
@@ -55,8 +58,9 @@ class BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._unread_left is None:
+            was_idle = self.is_idle
             super().data_received(data)
-            if not self.is_idle:
+            if was_idle and not self.is_idle:
                 self._cancel_deadline()
             return
         self._unread_left -= len(data)
@@ -75,6 +79,10 @@ class BoundedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """The status that h11 suggests, with our headers; the client may still be sending."""
+        if self._answer is not None:  # it came after a valid request, whose answer is under way
+            self._answer.disconnected = True
+            self.transport.abort()
+            return
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         body = b"this is not a valid HTTP request\n"
@@ -130,5 +138,6 @@ def server_of(app: Any) -> uvicorn.Server:
             server_header=False,
             h11_max_incomplete_event_size=REQUEST_BYTES_MAX,
             backlog=CONNECTIONS_MAX,
+            timeout_graceful_shutdown=1,
         )
     )

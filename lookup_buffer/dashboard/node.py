@@ -5,6 +5,7 @@ whose loop stands still accepts nothing and is silent: that is how it is noticed
 """
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +33,35 @@ class NodeState:
     """Why the node is unhealthy; "" if it is healthy."""
 
 
-@dataclass(frozen=True, slots=True)
 class NodeView:
-    socket_path: Path
+    """Used on one loop."""
 
-    async def state(self) -> NodeState:
-        """Raises NodeSilent: no answer within STALL_SECONDS."""
+    def __init__(self, socket_path: Path) -> None:
+        self._socket_path = socket_path
+        self._question: asyncio.Task[NodeState] | None = None
+        self._answered_at = -math.inf
+
+    async def state(self, age_seconds_max: float = 0.0) -> NodeState:
+        """The answer to the question in flight, or one of at most this age; all who ask at the same
+        time share it.
+
+        Raises:
+            NodeSilent: no answer within STALL_SECONDS.
+        """
+        loop, question = asyncio.get_running_loop(), self._question
+        if question is None or (
+            question.done() and loop.time() - self._answered_at > age_seconds_max
+        ):
+            question = self._question = loop.create_task(self._ask_for_state())
+            question.add_done_callback(self._note_answer)
+        return await asyncio.shield(question)
+
+    def _note_answer(self, question: "asyncio.Task[NodeState]") -> None:
+        self._answered_at = question.get_loop().time()
+        if not question.cancelled():
+            question.exception()  # nobody may wait for it any more
+
+    async def _ask_for_state(self) -> NodeState:
         try:
             async with asyncio.timeout(STALL_SECONDS):
                 answer = await self._ask(Metrics(1))
@@ -46,7 +70,7 @@ class NodeView:
             raise NodeSilent("the node does not answer its clients") from error
 
     async def _ask(self, request: Metrics) -> Mapping[str, Any]:
-        reader, writer = await asyncio.open_unix_connection(str(self.socket_path))
+        reader, writer = await asyncio.open_unix_connection(str(self._socket_path))
         try:
             writer.write(encode_frame(request.to_wire()))
             decoder = FrameDecoder()

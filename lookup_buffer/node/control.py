@@ -58,6 +58,8 @@ class Control:
     _sessions: dict[int, Session] = field(default_factory=dict)
     _of: dict[Connection, Session | None] = field(default_factory=dict)
     """Each connection's session; None until Hello or Join, and of one that asks for `Metrics`."""
+    _probes: set[Connection] = field(default_factory=set)
+    """Those that asked for `Metrics` without a session."""
     _next_session: Callable[[], int] = field(default=lambda: int.from_bytes(os.urandom(7), "big"))
     _listener: socket.socket | None = None
 
@@ -85,8 +87,9 @@ class Control:
         return len(self._sessions)
 
     def idle_seconds(self) -> float:
-        """Seconds since the last connection of a session ended; 0 while there is one."""
-        return 0.0 if any(self._of.values()) else time.monotonic() - self.idle_since
+        """Seconds since the last connection ended that was more than a question for `Metrics`; 0
+        while there is one."""
+        return 0.0 if self._of.keys() - self._probes else time.monotonic() - self.idle_since
 
     def _watch(self) -> None:
         assert self._listener is not None
@@ -135,6 +138,8 @@ class Control:
                 case Goodbye() if session is not None:
                     self._finish(session)
                 case Metrics():
+                    if session is None:
+                        self._probes.add(connection)
                     connection.send({"id": request.id} | self.metrics())
                 case _:
                     connection.end(ProtocolError(f"{request.op} out of turn"))
@@ -198,9 +203,11 @@ class Control:
         if isinstance(error, ProtocolError):
             self.counters.add("protocol_errors")
         session = self._of.pop(connection, None)
+        if connection not in self._probes:
+            self.idle_since = time.monotonic()
+        self._probes.discard(connection)
         if session is None:
             return
-        self.idle_since = time.monotonic()
         session.connections.discard(connection)
         self.desk.intake.unstage(session, connection)
         if connection is session.anchor and not session.over:

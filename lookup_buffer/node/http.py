@@ -5,6 +5,7 @@ node's loop. A process that ends is started again; connections wait meanwhile, s
 socket stays open here. Used on the loop's thread.
 """
 
+import errno
 import json
 import logging
 import os
@@ -21,8 +22,13 @@ from lookup_buffer.errors import ConfigError
 from lookup_buffer.runtime import to_json
 
 BACKLOG = 32
+BIND_SECONDS: Final = 2.0
+"""How long the address may be in use: the process of a node that was killed ends a little later."""
 AGAIN_SECONDS: Final = 2.0
-"""Pause before a process that ended is started again."""
+AGAIN_SECONDS_MAX: Final = 60.0
+"""Pause before a process that ended is started again, doubled each time it ends early."""
+STEADY_SECONDS: Final = 30.0
+"""A process that ran so long did not end early."""
 _PACKAGES: Final = Path(__file__).resolve().parent.parent.parent
 _PROGRAM: Final = (
     f"import sys; sys.path.insert(0, {str(_PACKAGES)!r}); "
@@ -43,7 +49,7 @@ class HttpProcess:
         host, port = parse_http(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+            self._listener = _bound((host, port), family)
         except OSError as error:
             raise ConfigError(
                 f"setting 'http_listen' is {address!r}: {error.strerror}; "
@@ -54,7 +60,8 @@ class HttpProcess:
         """The URL, with the actual port."""
         self._input = b""
         self._process: subprocess.Popen[bytes] | None = None
-        self._start_at = 0.0
+        self._started_at = self._start_at = 0.0
+        self._pause_seconds = AGAIN_SECONDS
         self._closed = False
 
     def start(self, node: str, socket_path: Path, config: BufferConfig) -> None:
@@ -75,7 +82,7 @@ class HttpProcess:
             code = self._process.returncode
             _log.error("the dashboard's process ended (code %d); it is started again", code)
             self._end()
-            self._start_at = time.monotonic() + AGAIN_SECONDS
+            self._pause()
         elif self._process is None and not self._closed and time.monotonic() >= self._start_at:
             self._launch()
 
@@ -96,12 +103,20 @@ class HttpProcess:
             )
         except OSError as error:  # for example at the limit of processes
             _log.error("the dashboard's process cannot be started; retried: %s", error)
-            self._start_at = time.monotonic() + AGAIN_SECONDS
+            self._pause()
             return
+        self._started_at = time.monotonic()
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended already
             self._process.stdin.write(self._input)
             self._process.stdin.flush()  # and stays open: its end is that of the node
+
+    def _pause(self) -> None:
+        now = time.monotonic()
+        if now - self._started_at > STEADY_SECONDS:
+            self._pause_seconds = AGAIN_SECONDS
+        self._start_at = now + self._pause_seconds
+        self._pause_seconds = min(2 * self._pause_seconds, AGAIN_SECONDS_MAX)
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -111,3 +126,14 @@ class HttpProcess:
             assert process.stdin is not None
             with suppress(BrokenPipeError):
                 process.stdin.close()
+
+
+def _bound(address: tuple[str, int], family: socket.AddressFamily) -> socket.socket:
+    deadline = time.monotonic() + BIND_SECONDS
+    while True:
+        try:
+            return socket.create_server(address, family=family, backlog=BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)

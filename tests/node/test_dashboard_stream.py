@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -21,7 +21,7 @@ from lookup_buffer.dashboard.fleet import PageUpdate
 from lookup_buffer.dashboard.http import EXCHANGE_SECONDS
 from memory_store import MemoryStore
 from nodes import NodeProcess, StartNode, key, wait_until
-from observing import Listener, Stream, get, serving_feed
+from observing import Listener, Stream, address_of, get, serving_feed
 from servers import command, free_port
 
 TOKEN = "nur-fuer-uns-und-niemanden"
@@ -167,6 +167,19 @@ def test_pages_are_bounded(talking: Callable[..., Listener]) -> None:
         wait_until(is_taken, 20.0, "a place is free")
 
 
+def test_pages_that_are_opened_at_once_are_bounded(talking: Callable[..., Listener]) -> None:
+    server = talking()
+    with ExitStack() as stack:
+        opened = []
+        for _ in range(WATCHERS_MAX + 8):
+            opened.append(stack.enter_context(socket.create_connection(address_of(server))))
+        for one in opened:
+            one.sendall(b"GET /dashboard/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        found = [one.recv(12) for one in opened]
+    assert found.count(b"HTTP/1.1 200") == WATCHERS_MAX
+    assert found.count(b"HTTP/1.1 503") == 8
+
+
 def has_a_bug(_: Talker) -> PageUpdate:
     raise KeyError("a bug")
 
@@ -218,11 +231,14 @@ def test_a_slow_reader_is_disconnected_and_delays_no_other(
     talking: Callable[..., Listener],
 ) -> None:
     server = talking(interval=0.005, length=1 << 20)
-    with Stream(server) as slow, Stream(server) as quick:
+    with Stream(server, "Content-Length: 100") as slow, Stream(server) as quick:
         slow.event("now")
-        until = time.monotonic() + EXCHANGE_SECONDS + 3.0  # he reads no more
+        until = time.monotonic() + EXCHANGE_SECONDS + 3.0  # he reads no more, and says a little
         while time.monotonic() < until:
             assert quick.event("now")["of"] == "talker"
+            if int(time.monotonic() * 200) % 200 == 0:
+                with suppress(OSError):
+                    slow.socket.send(b"x")
         with pytest.raises((ConnectionError, EOFError)):
             while True:
                 slow.event("now")

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.dashboard.http import CONNECTIONS_MAX, EXCHANGE_SECONDS, REQUEST_BYTES_MAX
+from lookup_buffer.dashboard.app import HEALTH_SECONDS, REQUEST_BYTES_MAX
+from lookup_buffer.dashboard.http import CONNECTIONS_MAX, EXCHANGE_SECONDS
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.node import http as node_http
 from lookup_buffer.node.http import HttpProcess
@@ -113,6 +114,7 @@ def test_garbage_is_refused(node: NodeProcess, data: bytes) -> None:
     [
         b"GET /" + b"x" * (4 * REQUEST_BYTES_MAX),
         b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * REQUEST_BYTES_MAX,
+        b"GET /metrics?" + b"x" * REQUEST_BYTES_MAX + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
 def test_the_wait_for_the_end_of_a_request_is_bounded(node: NodeProcess, data: bytes) -> None:
@@ -157,6 +159,35 @@ def test_at_the_connection_limit_a_new_connection_is_still_served(guarded: NodeP
             for _ in range(CONNECTIONS_MAX):
                 held.enter_context(connected(guarded)).sendall(said)
             assert get(guarded, "/metrics", {"Authorization": f"Bearer {TOKEN}"})[0] == 200
+
+
+def test_a_burst_of_connections_is_bounded_as_well(node: NodeProcess) -> None:
+    """Many are accepted in one turn of the loop."""
+    (pid,) = children_of(node.pid)
+    assert get(node, "/metrics")[0] == 200
+    files = f"/proc/{pid}/fd"
+    before = len(os.listdir(files))
+    with ExitStack() as held:
+        for _ in range(10 * CONNECTIONS_MAX):
+            with suppress(OSError):
+                held.enter_context(connected(node))
+        wait_until(lambda: len(os.listdir(files)) <= before + CONNECTIONS_MAX + 5, 2.0)
+
+
+def test_garbage_after_a_request_is_no_bug_of_ours(start_node: StartNode) -> None:
+    node = start_node(http_listen=f"http://127.0.0.1:{free_port()}")
+    head = b"GET %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for path in (b"/healthz", b"/dashboard/stream"):
+        exchange(node, head % path + b"ZZ\r\n")
+        with connected(node) as bare:
+            bare.sendall(head % path)
+            bare.recv(1)
+            bare.sendall(b"ZZ\r\n")
+            with suppress(ConnectionResetError):
+                while bare.recv(65536):
+                    pass
+    assert "bug" not in node.log_text()
+    assert "Fatal" not in node.log_text()
 
 
 def test_a_client_that_does_not_read_its_reply_is_disconnected(node: NodeProcess) -> None:
@@ -227,6 +258,7 @@ def test_a_node_whose_loop_stands_still_is_unhealthy(start_node: StartNode) -> N
     node = start_node(http_listen=f"http://127.0.0.1:{free_port()}")
     wait_until(lambda: get(node, "/healthz")[0] == 200, 10.0, "the node joins")
     with node.frozen():
+        time.sleep(2 * HEALTH_SECONDS)
         assert get(node, "/healthz")[::2] == (503, "the node does not answer its clients\n")
         assert get(node, "/metrics")[0] == 503
     wait_until(lambda: get(node, "/healthz")[0] == 200, 10.0, "it goes on")
