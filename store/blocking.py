@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _LOOK_SECONDS: Final = 0.05
-"""How often a thread checks whether its owner's loop has stopped."""
+"""How often a thread that waits looks whether its owner's loop has stopped, or a signal has come:
+one that comes right before a wait does not end it."""
 _PAGE: Final = 1000
 """Elements of an iteration that are read in one call."""
 
@@ -122,7 +123,10 @@ class LoopRunner:
                 self._end_drive()
         except BaseException:
             if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                coroutine.close()  # else it belongs to a task of the loop
+                coroutine.close()
+            else:  # a signal may have come before the wait for its task began
+                with suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(_cancel_task_of, coroutine)
             raise
         finally:
             with self._changed:
@@ -149,7 +153,7 @@ class LoopRunner:
                 with self._changed:
                     self._changed.wait_for(
                         lambda: future.done() or not (self._driven or self._owner_drives),
-                        timeout=_LOOK_SECONDS if self._owner_drives else None,
+                        timeout=_LOOK_SECONDS,
                     )
                 if not future.done() and self._drive():
                     try:
@@ -164,6 +168,12 @@ class LoopRunner:
     def _notify(self, _: object) -> None:
         with self._changed:
             self._changed.notify_all()
+
+
+def _cancel_task_of(coroutine: Coroutine[Any, Any, Any]) -> None:
+    for task in asyncio.all_tasks():
+        if task.get_coro() is coroutine:
+            task.cancel()
 
 
 def _check_thread() -> None:
