@@ -172,12 +172,13 @@ class Server:
                     return pool, await pool.get_connection()
                 finally:
                     self._dials.discard(deadline)
-        except MaxConnectionsError as error:
-            raise StoreUnavailable(
-                f"store {self.endpoint}: at the limit of {self.access.connections_max} calls in "
-                "flight; use fewer threads"
-            ) from error
         except (*FAILURES, TimeoutError) as error:
+            # redis-py before 7 raises a plain ConnectionError at the limit.
+            if isinstance(error, MaxConnectionsError) or str(error) == "Too many connections":
+                raise StoreUnavailable(
+                    f"store {self.endpoint}: at the limit of {self.access.connections_max} calls "
+                    "in flight; use fewer threads"
+                ) from error
             raise self.unavailable(error, self._now() - began) from error
 
     def _connections(self) -> ConnectionPool:
