@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+NAMED_MAX = 5
+"""Most names that one result lists."""
+
 
 class Verdict(StrEnum):
     OK = "ok"

@@ -6,7 +6,7 @@ Called by `check_store`, for a store that answers.
 import socket
 from collections.abc import Iterator, Sequence
 
-from lookup_buffer.cli.check import Check, fail, ok, warn
+from lookup_buffer.cli.check import NAMED_MAX, Check, fail, ok, warn
 from lookup_buffer.errors import LookupBufferError, NodeRefused
 from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
 from store import BlockingStore, NodeInfo
@@ -15,7 +15,6 @@ CONNECT_SECONDS = 1.0
 """Timeout for connecting to a node, and again for the handshake."""
 TRIED_MAX = 16
 """Most nodes whose ports are tried: an unreachable one takes all of CONNECT_SECONDS."""
-NAMED_MAX = 5
 LOOPBACK = ("127.", "localhost", "[::1]")
 
 

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from lookup_buffer.access import EMBEDDED
-from lookup_buffer.cli.check import Check, Verdict, fail, ok, warn
+from lookup_buffer.cli.check import NAMED_MAX, Check, Verdict, fail, ok, warn
 from lookup_buffer.cli.check_fleet import fleet_checks
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.inspection.access import CommandError, ExitCode, opened_store, shown_url
@@ -39,7 +39,6 @@ PINGS = 5
 CLOCK_SECONDS_MAX = 2.0
 PING_SECONDS_MAX = 0.005
 """Round trip above which there is a warning: a look-up takes one, and a hit should cost little."""
-NAMED_MAX = 5
 
 
 def store_checks(config: "BufferConfig") -> Iterator[Check]:

@@ -36,8 +36,7 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._abort_after_exchange()
-        if len(self.connections) > CONNECTIONS_MAX:
-            self._make_room()
+        self._make_room()
 
     def _make_room(self) -> None:
         others = (each for each in self.connections if isinstance(each, BoundedProtocol))
