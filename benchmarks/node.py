@@ -14,6 +14,7 @@ Starts a Valkey and two nodes that treat each other as two hosts. In interleaved
 """
 
 import argparse
+import asyncio
 import ctypes
 import functools
 import json
@@ -23,7 +24,6 @@ import statistics
 import struct
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,9 +34,9 @@ import torch
 
 from lookup_buffer import BufferConfig, LookupBuffer, Namespace, PrefetchState, TensorKey
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
-from lookup_buffer.node.locator import Located
+from lookup_buffer.node.locate import Located
 from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.node.transfer import FETCH_OWNER, Fetcher
 from store import EmbeddedServer, open_store
 
 SIZES_BYTES = (4 << 10, 1 << 20, 8 << 20, 64 << 20)
@@ -131,7 +131,8 @@ def measure_transfer(
     holder.insert(key, source)
     shelf = Shelf(2 * nbytes + (1 << 20), lambda address, reason: None)
     shelf.arena.populate(0, shelf.arena.nbytes)
-    fetcher = Fetcher(shelf, Counters(), token=None)
+    loop = asyncio.new_event_loop()
+    fetcher = Fetcher(loop, shelf, Counters(), token=None)
     address = (Namespace.named("default").fingerprint, key.text)
     transfers, bares = [], []
     with open_store(url) as store:
@@ -143,25 +144,27 @@ def measure_transfer(
     for _ in range(rounds + 1):
         bares.append(seconds(functools.partial(receive_bare, bare, target)))
         held: list[Held] = []
-        transfers.append(seconds(functools.partial(transfer, fetcher, address, located, held)))
+        move = functools.partial(transfer, loop, fetcher, address, located, held)
+        transfers.append(seconds(move))
         shelf.release([held[0].ticket], FETCH_OWNER)
         shelf.remove(held[0].item, "measured")
     fetcher.close()
+    loop.close()
     shelf.close()
     return compared(transfers[1:], bares[1:], "bare_socket", nbytes)  # the first one connects
 
 
-def transfer(fetcher: Fetcher, address: Any, located: Located, held: list[Held]) -> None:
+def transfer(
+    loop: asyncio.AbstractEventLoop,
+    fetcher: Fetcher,
+    address: Any,
+    located: Located,
+    held: list[Held],
+) -> None:
     """One fetch, until the bytes are verified and visible in the arena."""
-    done = threading.Event()
-
-    def arrived(fetched: Fetched) -> None:
-        assert fetched.held is not None, fetched.reason
-        held.append(fetched.held)
-        done.set()
-
-    fetcher.fetch(address, located, arrived)
-    assert done.wait(60.0)
+    fetched = loop.run_until_complete(fetcher.fetch(address, located))
+    assert fetched.held is not None, fetched.reason
+    held.append(fetched.held)
 
 
 def receive_bare(stream: socket.socket, target: memoryview) -> None:

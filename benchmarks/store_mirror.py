@@ -49,7 +49,7 @@ from benchmarks.wakes import (
 from lookup_buffer import LookupBuffer, TensorKey
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.node.directory import Directory
-from lookup_buffer.node.mirroring import MirrorLocator
+from lookup_buffer.node.locate import Locator
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.shm.index import RemoteIndex
 from store import MetadataStore, NodeInfo, layout, open_async_store, open_store, record_fields
@@ -98,7 +98,7 @@ class LookupBenchmark:
     async def measure(self) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         storage = Storage(BufferConfig(store_url=self._url), loop, "reader")
-        locator = MirrorLocator(loop, storage, self._directory, RemoteIndex())
+        locator = Locator(loop, storage, self._directory, RemoteIndex(), mirrored=True)
         locator.start()
         try:
             async with open_async_store(self._url, call_timeout_seconds=5.0) as store:
@@ -107,12 +107,12 @@ class LookupBenchmark:
             await asyncio.to_thread(locator.close)  # which calls this loop
             await asyncio.to_thread(storage.close)
 
-    async def _compare(self, locator: MirrorLocator, store: MetadataStore) -> dict[str, Any]:
+    async def _compare(self, locator: Locator, store: MetadataStore) -> dict[str, Any]:
         mirror = mirror_of(store)
         warm = [key_of(number) for number in range(KEYS)]
         await asyncio.to_thread(self._beat)
         await ask_mirror(mirror, warm)
-        await ask_locator(locator, warm)
+        await locator.locate([(NAMESPACE, key) for key in warm])
         assert locator.known(NAMESPACE, warm) == [True] * KEYS
         times: dict[str, list[float]] = {
             name: [] for name in ("mget", "known", "mirror_warm", "mirror_cold", "store")
@@ -197,12 +197,6 @@ async def ask_mirror(mirror: "Mirror", keys: Sequence[str]) -> float:
     start = time.perf_counter()
     mirror.ask(NAMESPACE, keys, lambda _: done.set_result(time.perf_counter() - start))
     return float(await done)
-
-
-async def ask_locator(locator: MirrorLocator, keys: Sequence[str]) -> None:
-    done = asyncio.get_running_loop().create_future()
-    locator.ask([(NAMESPACE, key) for key in keys], done.set_result)
-    await done
 
 
 def measure_has_caches(

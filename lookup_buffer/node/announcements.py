@@ -26,7 +26,7 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.inventory import Item
-from lookup_buffer.node.locator import Located, Locator
+from lookup_buffer.node.locate import Locator
 from lookup_buffer.node.owners import GONE, UNREACHED, Answer, Owners
 from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.registrar import Registrar
@@ -59,6 +59,7 @@ class _Contest:
     published: bool = False
     """Our location was sent to the store again, and the store has not answered yet."""
     unanswered: int = 0
+    locating: asyncio.Task[None] | None = None
     void: list[Location] = field(default_factory=list)
     """Locations of nodes that no longer have the key."""
     unsure: bool = False
@@ -149,10 +150,10 @@ class Announcements:
         contest.published = False
         contest.unsure, contest.void = False, []
         self.locator.forget(contest.address)
-        self.locator.ask([contest.address], partial(self._located, contest))
+        contest.locating = self.loop.create_task(self._locate(contest))
 
-    def _located(self, contest: _Contest, found: list[Located]) -> None:
-        record = found[0].record
+    async def _locate(self, contest: _Contest) -> None:
+        record = (await self.locator.locate([contest.address]))[0].record
         locations = () if record is None else record.locations
         others = [at for at in locations if at.node != self.identity.node and not at.is_offer]
         contest.unanswered = len(others)

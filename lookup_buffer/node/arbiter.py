@@ -1,26 +1,27 @@
-"""Arbiters: how the node takes claims at the store and releases them.
+"""The arbiter: takes claims at the store and releases them.
 
-`LineArbiter` calls the store on `lb-claim` threads, one queue for each server. `MirrorArbiter` uses
-the mirror's connections on the loop: this saves the thread switch, which is most of a claim's cost,
-and the mirror keeps the record that comes with the reply. Called by `claims` on the loop's thread.
+It uses the mirror's connections if there are any: this saves a pooled connection's round trip, and
+the mirror keeps the record that comes with the reply. Otherwise it calls the store: without a
+mirror, until it is connected, after a redirect by a cluster, and while a cut connection of the
+mirror is not restored. Called by `claims` on the loop's thread.
 """
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from time import monotonic
+from typing import Any
 
 from lookup_buffer.node.breaker import Breaker
-from lookup_buffer.node.directory import Directory
-from lookup_buffer.node.lines import Lines
-from lookup_buffer.node.loop import call_from_thread
-from lookup_buffer.node.mirroring import MirrorLocator
-from lookup_buffer.node.storage import Storage
+from lookup_buffer.node.locate import Locator
 from lookup_buffer.protocol.messages import ClaimOutcome
 from store import ClaimAnswer, Claiming, Releasing, StoreError, StoreFull, StoreUnavailable
+
+CLOSE_SECONDS = 1.0
+"""For claims still to be released at shutdown; leases end the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,150 +42,156 @@ Released = Callable[[bool], None]
 """Called with whether the claims still existed, as far as is known."""
 
 
-class Arbiter(ABC):
-    """Called on the loop's thread, and calls back there. Operations on one key take effect in
-    order."""
+@dataclass(slots=True)
+class _Server:
+    """One server of the store: its calls run one after another, so a frozen one delays only its
+    own."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    breaker: Breaker = field(default_factory=lambda: Breaker(monotonic))
+
+
+@dataclass(slots=True)
+class Arbiter:
+    """Operations on one key take effect in order."""
+
+    loop: asyncio.AbstractEventLoop
+    locator: Locator
+    _servers: defaultdict[str, _Server] = field(default_factory=lambda: defaultdict(_Server))
+    """By name, for calls of the store."""
+    _calls: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def tells_of_records(self) -> bool:
         """Whether the locator knows a key, for a while, after the reply to a claim for it."""
-        return False
+        return self.locator.claims is not None
 
-    @abstractmethod
     def claim(self, claiming: Claiming, decided: Decided) -> None:
         """Ask for a claim. `decided` is called after this has returned."""
+        claims = self.locator.claims
+        if claims is None:
+            self._start(self._claim(claiming, decided))
+            return
 
-    @abstractmethod
+        def answered(found: ClaimAnswer | StoreError) -> None:
+            if isinstance(found, StoreUnavailable):
+                self._start(self._claim(claiming, decided))
+            elif isinstance(found, StoreError):
+                self.loop.call_soon(decided, None)
+            elif self.locator.knows(found.record):
+                self._decide(claiming, found, decided)
+            else:
+                self._start(self._meet_and_decide(claiming, found, decided))
+
+        claims.claim(claiming, answered)
+
     def release(self, releasings: Sequence[Releasing], released: Released) -> None:
         """Release claims. `released` is called at least once, each time for some of them."""
+        claims = self.locator.claims
+        if claims is None:
+            self._release_at_store(releasings, released)
+            return
 
-    @abstractmethod
-    def close(self, seconds: float) -> None:
-        """Finish pending operations within `seconds`; leases end the other claims."""
+        def answered(one: Releasing, found: bool | StoreError) -> None:
+            if isinstance(found, StoreUnavailable):
+                self._release_at_store([one], released)
+            else:
+                released(found is True)
 
-
-@dataclass(slots=True)
-class LineArbiter(Arbiter):
-    loop: asyncio.AbstractEventLoop
-    storage: Storage
-    directory: Directory
-    _lines: Lines = field(default_factory=lambda: Lines("lb-claim"))
-
-    def claim(self, claiming: Claiming, decided: Decided) -> None:
-        place = self.storage.place_of((claiming.namespace, claiming.key))
-        self._lines.submit(place, partial(self._ask, claiming, decided))
-
-    def release(self, releasings: Sequence[Releasing], released: Released) -> None:
-        groups = defaultdict(list)
         for one in releasings:
-            groups[self.storage.place_of((one.namespace, one.key))].append(one)
-        for place, group in groups.items():
-            self._lines.submit(place, partial(self._release, group, released))
+            claims.release(one, partial(answered, one))
 
-    def close(self, seconds: float) -> None:
-        self._lines.close(seconds)
+    async def close(self) -> None:
+        """Finish pending calls within CLOSE_SECONDS; leases end the other claims."""
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=CLOSE_SECONDS)
 
-    # -- on a thread of `Lines`
+    # -- over the mirror
 
-    def _ask(self, claiming: Claiming, decided: Decided, breaker: Breaker) -> None:
-        call_from_thread(self.loop, decided, self._decide(claiming, breaker))
+    async def _meet_and_decide(
+        self, claiming: Claiming, found: ClaimAnswer, decided: Decided
+    ) -> None:
+        """Decide once all nodes that the record names are known, as far as possible."""
+        if found.record is not None:
+            await self.locator.meet([found.record])
+        self._decide(claiming, found, decided)
 
-    def _decide(self, claiming: Claiming, breaker: Breaker) -> Decision | None:
-        if not breaker.allows():
-            return None
+    def _decide(self, claiming: Claiming, found: ClaimAnswer, decided: Decided) -> None:
+        outcome = self._outcome(found)
+        if outcome is ClaimOutcome.STORED and found.granted:
+            releasing = Releasing(claiming.namespace, claiming.key, claiming.token)
+            self.release([releasing], lambda _: None)
+        decided(Decision(found, outcome, heard=True))
+
+    def _outcome(self, found: ClaimAnswer) -> ClaimOutcome:
+        if found.record is not None and self.locator.directory.sources(found.record):
+            return ClaimOutcome.STORED
+        return ClaimOutcome.GRANTED if found.granted else ClaimOutcome.HELD
+
+    # -- at the store
+
+    def _start(self, call: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _claim(self, claiming: Claiming, decided: Decided) -> None:
+        place = self.locator.place_of((claiming.namespace, claiming.key))
+        decision = None
         try:
-            store = self.storage.store()
-            found = store.claim(
-                claiming.namespace,
-                claiming.key,
+            async with self._servers[place].lock:
+                decision = await self._call(claiming, self._servers[place].breaker)
+        finally:
+            decided(decision)
+
+    async def _call(self, claiming: Claiming, breaker: Breaker) -> Decision | None:
+        store = await self.locator.store() if breaker.allows() else None
+        if store is None:
+            return None
+        name = (claiming.namespace, claiming.key)
+        try:
+            found = await store.claim(
+                *name,
                 holder=claiming.holder,
                 token=claiming.token,
                 state=claiming.state,
                 lease_seconds=claiming.lease_seconds,
             )
-        except StoreError as error:
-            if isinstance(error, StoreFull):
-                breaker.succeeded()  # the server answers, and releases still succeed
-            else:
-                breaker.failed()
+        except StoreFull:
+            breaker.succeeded()  # the server answers, and releases still succeed
+            return None
+        except StoreError:
+            breaker.failed()
             return None
         breaker.succeeded()
-        self.directory.meet(store, [found.record])
-        stored = found.record is not None and bool(self.directory.sources(found.record))
-        if stored and found.granted:
+        if found.record is not None:
+            await self.locator.meet([found.record])
+        outcome = self._outcome(found)
+        if outcome is ClaimOutcome.STORED and found.granted:
             with suppress(StoreError):  # its lease ends it
-                store.release_claim(claiming.namespace, claiming.key, token=claiming.token)
-        return Decision(found, _outcome(found, stored))
+                await store.release_claim(*name, token=claiming.token)
+        return Decision(found, outcome)
 
-    def _release(
-        self, releasings: Sequence[Releasing], released: Released, breaker: Breaker
+    def _release_at_store(self, releasings: Sequence[Releasing], released: Released) -> None:
+        groups = defaultdict(list)
+        for one in releasings:
+            groups[self.locator.place_of((one.namespace, one.key))].append(one)
+        for place, group in groups.items():
+            self._start(self._release(place, group, released))
+
+    async def _release(
+        self, place: str, releasings: Sequence[Releasing], released: Released
     ) -> None:
         found: list[bool | None] = [None]
-        if breaker.allows():
-            try:
-                found = self.storage.store().release_many(releasings)
-                breaker.succeeded()
-            except StoreError:
-                breaker.failed()  # their leases end them
-        call_from_thread(self.loop, released, all(found))
-
-
-@dataclass(slots=True)
-class MirrorArbiter(Arbiter):
-    """Uses `lines` until the mirror is connected, after a redirect by a cluster, and while a cut
-    connection of the mirror is not restored."""
-
-    loop: asyncio.AbstractEventLoop
-    locator: MirrorLocator
-    lines: LineArbiter
-
-    @property
-    def tells_of_records(self) -> bool:
-        return self.locator.claims is not None
-
-    def claim(self, claiming: Claiming, decided: Decided) -> None:
-        claims = self.locator.claims
-        if claims is None:
-            self.lines.claim(claiming, decided)
-            return
-
-        def answered(found: ClaimAnswer | StoreError) -> None:
-            if isinstance(found, StoreUnavailable):
-                self.lines.claim(claiming, decided)
-            elif isinstance(found, StoreError):
-                self.loop.call_soon(decided, None)
-            else:
-                self.locator.held(found.record, partial(self._decide, claiming, found, decided))
-
-        claims.claim(claiming, answered)
-
-    def _decide(
-        self, claiming: Claiming, found: ClaimAnswer, decided: Decided, stored: bool
-    ) -> None:
-        if stored and found.granted:
-            releasing = Releasing(claiming.namespace, claiming.key, claiming.token)
-            self.release([releasing], lambda _: None)
-        decided(Decision(found, _outcome(found, stored), heard=True))
-
-    def release(self, releasings: Sequence[Releasing], released: Released) -> None:
-        claims = self.locator.claims
-        if claims is None:
-            self.lines.release(releasings, released)
-            return
-        for one in releasings:
-            claims.release(one, partial(self._released, one, released))
-
-    def _released(self, one: Releasing, released: Released, found: bool | StoreError) -> None:
-        if isinstance(found, StoreUnavailable):
-            self.lines.release([one], released)
-        else:
-            released(found is True)
-
-    def close(self, seconds: float) -> None:
-        self.lines.close(seconds)
-
-
-def _outcome(found: ClaimAnswer, stored: bool) -> ClaimOutcome:
-    if stored:
-        return ClaimOutcome.STORED
-    return ClaimOutcome.GRANTED if found.granted else ClaimOutcome.HELD
+        try:
+            async with self._servers[place].lock:
+                breaker = self._servers[place].breaker
+                store = await self.locator.store() if breaker.allows() else None
+                if store is not None:
+                    try:
+                        found = await store.release_many(releasings)
+                        breaker.succeeded()
+                    except StoreError:
+                        breaker.failed()  # their leases end them
+        finally:
+            released(all(found))

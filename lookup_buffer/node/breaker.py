@@ -1,7 +1,7 @@
 """A circuit breaker: after some failures in a row, no calls for a while.
 
-Pure bookkeeping; the clock is an argument. Each breaker is used by one thread: `lb-registrar`,
-`lb-locate`, or one queue of `lines`.
+Pure bookkeeping; the clock is an argument. `registrar` has one, `locate` and `arbiter` have one for
+each server.
 """
 
 from collections.abc import Callable

@@ -5,230 +5,428 @@ granted without it: a fault may cost a second encode, but no endless wait. A cla
 client's engine (or to the session, if there is no engine). A request in the state ENCODING renews
 it. It ends with the publication of the item, on request, with the session that last requested it,
 or with its lease.
-Called by `desk`, `claim_sets` and `intake` on the loop's thread; `arbiter` calls the store.
+
+Claims for several keys are all or none: no request holds one claim while it waits for another. An
+attempt takes the claims as intents, in the order of the keys. It stops at the first key that is
+held by another engine, or is being encoded by this one. It then releases what it took, and the next
+attempt follows when that key is published or its claim may be free. So two engines that need the
+same keys, in any order, never block each other.
+
+Attempts and the other one-way messages of a session run one after another (`_Turns`): none sees
+another's intermediate state. Called by `desk`, `prefetch` and `intake` on the loop's thread;
+`arbiter` calls the store.
 """
 
 import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arbiter import Arbiter, Decision
 from lookup_buffer.node.counters import RENEWED, UNASKED, Counters
-from lookup_buffer.node.holdings import Holdings
+from lookup_buffer.node.held_claims import HeldClaims
 from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
-from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.node.waiting import Waiting, Watcher
-from lookup_buffer.protocol.messages import Claim, ClaimOutcome, ReleaseClaim
+from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.protocol.messages import (
+    Claim,
+    ClaimAll,
+    ClaimOutcome,
+    Encoding,
+    ReleaseClaim,
+    Unclaim,
+)
 from lookup_buffer.times import CLAIM_ANSWER_SECONDS, INTENT_SECONDS_MAX
 from store import ClaimAnswer, Claiming, ClaimState, Releasing
 
-Answer = Callable[[dict[str, Any]], None]
+WAITING_MAX = 4096
+"""Bound on the waiting sets, and on the queued messages, of one session."""
 
-CLOSE_SECONDS = 1.0
-"""For claims still to be released at shutdown; leases end the rest."""
-STORED = {"outcome": ClaimOutcome.STORED, "holder": "", "state": "", "remaining_seconds": 0.0}
+Tell = Callable[[dict[str, Any]], None]
 
 
-def _nobody(fields: dict[str, Any]) -> None:
-    """The callback of a release that no client requested."""
+class Answer(NamedTuple):
+    """The result of one attempt. `counted`: one of `CLAIM_ANSWERS`."""
+
+    outcome: ClaimOutcome
+    counted: str
+    holder: str = ""
+    state: str = ""
+    remaining_seconds: float = 0.0
+
+    def to_fields(self) -> dict[str, Any]:
+        fields = self._asdict()
+        del fields["counted"]
+        return fields
+
+
+STORED = Answer(ClaimOutcome.STORED, ClaimOutcome.STORED)
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
-    """One request for a claim, until it is answered."""
+class _Attempt:
+    """One call of the store for one claim."""
 
     session: Session
     address: QualifiedKey
     state: ClaimState
     lease_seconds: float
-    wanted: Callable[[], bool]
-    """Whether the client can still be answered."""
-    until: float
-    answer: Answer
-    token: str
-    answered: bool = False
-    asking: bool = False
-    look_again: bool = False
-    """The key changed during the call to the store."""
-    lease_end: asyncio.TimerHandle | None = None
-    """Starts the next attempt when the holder's lease ends."""
-    watcher: Watcher | None = None
+    answer: "asyncio.Future[Answer]"
+    """Cancelled if the request ended, or the time for the call."""
+    is_unasked: bool = False
+    """It was granted without the store."""
+
+
+class _Turns:
+    """One turn of a session at a time. Messages precede attempts, which may be many."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._running: asyncio.Future[None] | None = None
+        self.messages: deque[asyncio.Future[None]] = deque()
+        self.attempts: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a new turn begins at once."""
+        return self._running is None
+
+    def queue(self, queue: "deque[asyncio.Future[None]]") -> "asyncio.Future[None]":
+        """A place in `messages` or `attempts`, to be used with `turn`."""
+        place: asyncio.Future[None] = self._loop.create_future()
+        queue.append(place)
+        if self._running is None:
+            self._begin()
+        return place
+
+    @asynccontextmanager
+    async def turn(self, place: "asyncio.Future[None]") -> AsyncIterator[None]:
+        try:
+            await place
+            yield
+        finally:
+            if place is self._running:
+                self._begin()
+
+    def _begin(self) -> None:
+        self._running = None
+        while self._running is None and (queue := self.messages or self.attempts):
+            place = queue.popleft()
+            if not place.done():  # else its request was cancelled
+                self._running = place
+                place.set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class _ClaimSet:
+    """One `ClaimAll`, until it is answered."""
+
+    session: Session
+    request: ClaimAll
+    tell: Tell
+    given_up: Callable[[], None]
+    task: "asyncio.Task[None] | None" = None
+    has_turn: bool = False
+    is_over: bool = False
+
+    def give_up(self) -> None:
+        """End its wait. An attempt ends with the store's next answer: a release that overtook it
+        could take the claim away from a later request of the engine."""
+        self.is_over = True
+        if self.task is not None and not self.has_turn:
+            self.task.cancel()
+        self.given_up()
+
+
+@dataclass(slots=True)
+class _SessionClaims:
+    turns: _Turns
+    sets: dict[int, _ClaimSet] = field(default_factory=dict)
+    """By the request's id."""
 
 
 @dataclass(slots=True)
 class Claims:
     loop: asyncio.AbstractEventLoop
-    holdings: Holdings
+    held: HeldClaims
     arbiter: Arbiter
     identity: Identity
     shelf: Shelf
     waiting: Waiting
-    resolver: Resolver
+    reads: Reads
     registrar: Registrar
     counters: Counters
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    _sessions: dict[Session, _SessionClaims] = field(default_factory=dict)
 
-    def claim(
-        self, session: Session, request: Claim, wanted: Callable[[], bool], answer: Answer
-    ) -> None:
-        """Answer as `Claim` says, now or when the wait is over.
+    # -- one claim
 
-        If the store is down, the claim is granted: a second encode is cheaper than an endless wait.
-        """
+    async def claim(self, session: Session, request: Claim) -> Answer:
+        """Answer as `Claim` says, at once or when the wait is over."""
         address = (request.namespace, request.key)
         state, lease_seconds = ClaimState(request.state), request.lease_seconds
         if state is ClaimState.INTENT:
             lease_seconds = min(lease_seconds, INTENT_SECONDS_MAX)
-        question = _Question(
-            session,
-            address,
-            state,
-            lease_seconds,
-            wanted,
-            time.monotonic() + request.wait_seconds,
-            answer,
-            self._token(session, address),
-        )
-        if request.wait_seconds:
-            look = partial(self._look, question)
-            question.watcher = self.waiting.watch(address, question.until, look)
-        self._look(question)
+        until = self.loop.time() + request.wait_seconds
+        with self.waiting.changes(address, until) as changed:
+            while True:
+                answer = await self._ask(session, address, state, lease_seconds)
+                if answer.outcome is not ClaimOutcome.HELD or self.loop.time() >= until:
+                    self.counters.add(f"claims_{answer.counted}")
+                    return answer
+                await _changed_or_over(changed, answer)
 
-    def release(self, session: Session, request: ReleaseClaim, answer: Answer) -> None:
-        """Release a claim; `answer` gets whether it was still this engine's."""
+    def release(self, session: Session, request: ReleaseClaim) -> "asyncio.Future[bool]":
+        """Release a claim; the result is whether it was still this engine's."""
         address = (request.namespace, request.key)
-        self.holdings.drop(session, address)
-        self._give_back([address], session, answer)
-
-    def release_all(self, session: Session) -> None:
-        """The session has ended."""
-        self._give_back(self.holdings.drop_all(session), session)
+        self.held.drop(session, address)
+        released: asyncio.Future[bool] = self.loop.create_future()
+        self._give_back([address], session, partial(_set, released))
+        return released
 
     def inserted(self, session: Session, address: QualifiedKey) -> None:
         """This engine stored the key: its publication drops the claim."""
-        holding = self.holdings.drop(session, address)
-        if holding is not None:
-            if holding.encoding_since is not None:
-                self.counters.encoded(time.monotonic() - holding.encoding_since)
+        claim = self.held.drop(session, address)
+        if claim is not None:
+            if claim.encoding_since is not None:
+                self.counters.encoded(time.monotonic() - claim.encoding_since)
             self.registrar.changed(address, "", self._token(session, address))
 
-    def close(self) -> None:
-        """Release what is pending, within CLOSE_SECONDS."""
-        self.arbiter.close(CLOSE_SECONDS)
+    def end(self, session: Session) -> None:
+        """The session is over. Its requests are cancelled with its connections."""
+        self._sessions.pop(session, None)
+        self._give_back(self.held.drop_all(session), session)
 
-    # -- one question, on the loop's thread
+    # -- claims for several keys
 
-    def _look(self, question: _Question) -> None:
-        """Try to answer, unless a call to the store is running."""
-        if question.answered:
-            return
-        if question.asking:
-            question.look_again = True
-        elif not question.wanted():
-            self._settle(question, {})  # the client is gone; nothing is sent
-        elif self.shelf.holds(question.address) or self._known_elsewhere(question.address):
-            self._settle(question, STORED, ClaimOutcome.STORED)
-        else:
-            question.asking, question.look_again = True, False
-            bound = self.loop.call_later(CLAIM_ANSWER_SECONDS, self._granted_unasked, question)
-            holder = f"{self.holder}:{int(time.time())}"  # since when, shown to people
-            claiming = Claiming(
-                *question.address, holder, question.token, question.state, question.lease_seconds
-            )
-            self.arbiter.claim(claiming, partial(self._decided, question, bound))
+    def is_idle(self, session: Session) -> bool:
+        """Whether a new request starts at once, with nothing queued before it."""
+        return session not in self._sessions or self._sessions[session].turns.is_idle
 
-    def _known_elsewhere(self, address: QualifiedKey) -> bool:
-        namespace, key = address
-        return self.waiting.locator.known(namespace, [key]) == [True]
-
-    def _decided(
-        self, question: _Question, bound: asyncio.TimerHandle, decision: Decision | None
+    def claim_all(
+        self,
+        session: Session,
+        request: ClaimAll,
+        tell: Tell,
+        given_up: Callable[[], None] = lambda: None,
     ) -> None:
-        """The store's reply, or None if it was not reached."""
-        bound.cancel()
-        if decision is None:
-            self._granted_unasked(question)
+        """Take the claims of `request`; `tell` gets the events that `ClaimAll` describes. If
+        `unclaim` ends the wait, `given_up` is called instead."""
+        sets = self._of(session).sets
+        if len(sets) >= WAITING_MAX or request.id in sets:
+            tell(_event(ClaimOutcome.FAILED))
             return
-        question.asking = False
+        one = sets[request.id] = _ClaimSet(session, request, tell, given_up)
+        one.task = session.anchor.start(self._claim_all(one))
+
+    def encoding(self, session: Session, request: Encoding) -> None:
+        """The engine encodes these keys now, even if others do, too."""
+        addresses = {(request.namespace, key) for key in request.keys}
+        if self.is_idle(session):  # else earlier messages come first
+            seconds = request.lease_seconds
+            addresses -= {each for each in addresses if self._promise(session, each, seconds)}
+        if addresses:
+            self._queue(session, partial(self._encode, session, addresses, request.lease_seconds))
+
+    def unclaim(self, session: Session, request: Unclaim) -> None:
+        """End a wait, and release claims that the engine no longer needs."""
+        waiting = self._of(session).sets.pop(request.waiter, None)
+        if waiting is not None:
+            waiting.give_up()
+
+        async def release() -> None:
+            self._release(session, [(request.namespace, key) for key in request.keys])
+
+        if request.keys:
+            self._queue(session, release)
+
+    def _of(self, session: Session) -> _SessionClaims:
+        if session not in self._sessions:
+            self._sessions[session] = _SessionClaims(_Turns(self.loop))
+        return self._sessions[session]
+
+    def _queue(self, session: Session, message: Callable[[], Awaitable[None]]) -> None:
+        """Run `message` in a turn of its own. At the bound it is dropped; leases end its claims."""
+        turns = self._of(session).turns
+        if len(turns.messages) < WAITING_MAX:
+            place = turns.queue(turns.messages)
+
+            async def take_turn() -> None:
+                async with turns.turn(place):
+                    await message()
+
+            session.anchor.start(take_turn())
+
+    def _promise(self, session: Session, address: QualifiedKey, lease_seconds: float) -> bool:
+        """Whether the claim becomes ENCODING here now, and at the store only if the encode takes
+        longer than most."""
+
+        def keep(session: Session) -> None:
+            self._queue(session, partial(keep_in_turn, session))
+
+        async def keep_in_turn(session: Session) -> None:
+            if self.held.lasts(session, address):  # else it was released meanwhile
+                await self._encode(session, {address}, lease_seconds)
+
+        return self.held.promise(session, address, lease_seconds, keep)
+
+    async def _encode(
+        self, session: Session, addresses: set[QualifiedKey], lease_seconds: float
+    ) -> None:
+        """Write the state ENCODING to the store."""
+        async with asyncio.TaskGroup() as group:
+            for address in sorted(addresses):
+                claim = self._ask(session, address, ClaimState.ENCODING, lease_seconds)
+                group.create_task(self._counted(claim))
+
+    async def _claim_all(self, one: _ClaimSet) -> None:
+        until = self.loop.time() + one.request.wait_seconds
+        turns, watched = self._of(one.session).turns, None
+        with ExitStack() as watch:
+            while True:
+                async with turns.turn(turns.queue(turns.attempts)):
+                    one.has_turn = True
+                    address, answer = await self._take_all(one)
+                    one.has_turn = False
+                if one.is_over:
+                    return
+                if answer.outcome is not ClaimOutcome.HELD or self.loop.time() >= until:
+                    break
+                if watched is None:
+                    one.tell(_event(ClaimOutcome.PENDING, address, answer.holder))
+                if address != watched:
+                    watch.close()
+                    changed = watch.enter_context(self.waiting.changes(address, until))
+                    watched = address
+                await _changed_or_over(changed, answer)
+        self._of(one.session).sets.pop(one.request.id, None)
+        one.tell(_event(answer.outcome, address, answer.holder))
+
+    async def _take_all(self, one: _ClaimSet) -> tuple[QualifiedKey, Answer]:
+        """Take all claims of a set, or none: then the result is that of the first one that this
+        engine cannot have."""
+        nowhere, granted = ("", ""), Answer(ClaimOutcome.GRANTED, ClaimOutcome.GRANTED)
+        taken: list[QualifiedKey] = []
+        try:
+            for key in one.request.keys:
+                address = (one.request.namespace, key)
+                is_new = not self.held.lasts(one.session, address)
+                answer = await self._take(one.session, address)
+                if answer.outcome is not ClaimOutcome.GRANTED:
+                    return address, answer
+                if is_new:
+                    taken.append(address)
+                if one.is_over:
+                    return nowhere, granted
+            taken.clear()
+            return nowhere, granted
+        finally:
+            self._roll_back(one.session, taken)
+
+    def _roll_back(self, session: Session, taken: Sequence[QualifiedKey]) -> None:
+        if not session.over:  # else `end` has released them
+            self._release(session, taken)
+
+    async def _take(self, session: Session, address: QualifiedKey) -> Answer:
+        encoding_seconds = self.held.encoding_seconds(session, address)
+        if encoding_seconds:  # this engine's output is being stored
+            held = ClaimOutcome.HELD
+            return Answer(held, held, self.holder, remaining_seconds=encoding_seconds)
+        claim = self._ask(session, address, ClaimState.INTENT, INTENT_SECONDS_MAX)
+        return await self._counted(claim)
+
+    async def _counted(self, claim: Awaitable[Answer]) -> Answer:
+        answer = await claim
+        self.counters.add(f"claims_{answer.counted}")
+        return answer
+
+    # -- one call of the store
+
+    async def _ask(
+        self, session: Session, address: QualifiedKey, state: ClaimState, lease_seconds: float
+    ) -> Answer:
+        """Take one claim, or learn who has it. The store has CLAIM_ANSWER_SECONDS to decide."""
+        if self.shelf.holds(address) or self.waiting.locator.known(address[0], [address[1]])[0]:
+            return STORED
+        attempt = _Attempt(session, address, state, lease_seconds, self.loop.create_future())
+        holder = f"{self.holder}:{int(time.time())}"  # since when, shown to people
+        token = self._token(session, address)
+        claiming = Claiming(*address, holder, token, state, lease_seconds)
+        self.arbiter.claim(claiming, partial(self._decided, attempt))
+        try:
+            async with asyncio.timeout(CLAIM_ANSWER_SECONDS):
+                return await attempt.answer
+        except TimeoutError:
+            return self._grant_unasked(attempt)
+
+    def _decided(self, attempt: _Attempt, decision: Decision | None) -> None:
+        """The store's reply, or None if it was not reached. It may come after the request's end."""
+        is_awaited = not attempt.answer.done()
+        if decision is None:
+            if is_awaited:
+                attempt.answer.set_result(self._grant_unasked(attempt))
+            return
+        session, address = attempt.session, attempt.address
         found, outcome = decision.answer, decision.outcome
         if outcome is ClaimOutcome.STORED:  # else the next look-up may still miss
-            self.resolver.published(question.address, located=decision.heard)
-        elif self.shelf.holds(question.address):
+            self.reads.published(address, located=decision.heard)
+        elif self.shelf.holds(address):
             # Inserted here since the request: the outcome does not consider copies of this node.
             if outcome is ClaimOutcome.GRANTED:
-                self._give_back([question.address], question.session)
+                self._give_back([address], session)
             outcome = ClaimOutcome.STORED
-        is_kept = self.holdings.find(question.session, question.address) is not None
-        if outcome is ClaimOutcome.GRANTED and (is_kept or not question.answered):
-            self._hold(question, found.remaining_seconds)
-        if question.answered:
-            return  # granted without the store, which was slow; perhaps released since
-        if outcome is ClaimOutcome.STORED:
-            self._settle(question, STORED, outcome)
-        elif outcome is ClaimOutcome.GRANTED:
-            self._settle(question, _fields(outcome, found), RENEWED if is_kept else outcome)
-        elif time.monotonic() >= question.until:
-            self._settle(question, _fields(outcome, found), outcome)
-        else:
-            if question.lease_end is not None:
-                question.lease_end.cancel()
-            question.lease_end = self.loop.call_later(found.remaining_seconds, self._look, question)
-            if question.look_again:
-                self._look(question)
+        is_kept = self.held.find(session, address) is not None
+        if outcome is ClaimOutcome.GRANTED:
+            if is_awaited or is_kept:
+                self._keep(attempt, found.remaining_seconds)
+            elif not attempt.is_unasked:  # nobody would ever release it
+                self._give_back([address], session)
+        if is_awaited:
+            attempt.answer.set_result(_answer(outcome, found, is_kept=is_kept))
 
-    def _granted_unasked(self, question: _Question) -> None:
-        if question.answered:
-            return
-        # The store may still grant it: then it must be released like any other.
-        self._hold(question, 0.0)
-        unasked = ClaimAnswer(True, self.holder, question.state, 0.0)
-        self._settle(question, _fields(ClaimOutcome.GRANTED, unasked), UNASKED)
+    def _grant_unasked(self, attempt: _Attempt) -> Answer:
+        """Grant it without the store, which may still grant it: it is released like any other."""
+        attempt.is_unasked = True
+        self._keep(attempt, 0.0)
+        return Answer(ClaimOutcome.GRANTED, UNASKED, self.holder, attempt.state.value)
 
-    def _settle(self, question: _Question, fields: dict[str, Any], counted: str = "") -> None:
-        """`counted`: one of `CLAIM_ANSWERS`."""
-        if question.answered:
-            return
-        question.answered = True
-        if question.watcher is not None:
-            question.watcher.cancel()
-        if question.lease_end is not None:
-            question.lease_end.cancel()
-        if question.wanted():
-            self.counters.add(f"claims_{counted}")
-            question.answer(fields)
-
-    def _hold(self, question: _Question, granted_seconds: float) -> None:
+    def _keep(self, attempt: _Attempt, granted_seconds: float) -> None:
         """Keep the claim for this engine; the store has granted it for `granted_seconds`, 0 if
         unknown."""
-        session, address = question.session, question.address
-        holding, is_wanted = self.holdings.find(session, address), question.wanted()
-        if holding is None and not is_wanted:
-            # The client is gone and would never release it.
-            self._give_back([address], session)
-            return
-        if holding is not None and is_wanted:
+        session, address = attempt.session, attempt.address
+        claim = self.held.find(session, address)
+        if claim is not None and not session.over:
             # The engine attached again: the end of its previous session, which may be detected
             # later, must not release a claim that it still uses.
-            holding.session = session
-        self.holdings.keep(
-            session, address, question.state,
-            lease_seconds=question.lease_seconds, granted_seconds=granted_seconds,
+            claim.session = session
+        self.held.keep(
+            session, address, attempt.state,
+            lease_seconds=attempt.lease_seconds, granted_seconds=granted_seconds,
         )  # fmt: skip
 
+    def _release(self, session: Session, addresses: Sequence[QualifiedKey]) -> None:
+        for address in addresses:
+            self.held.drop(session, address)
+        self._give_back(addresses, session)
+
     def _give_back(
-        self, addresses: Sequence[QualifiedKey], session: Session, answer: Answer = _nobody
+        self,
+        addresses: Sequence[QualifiedKey],
+        session: Session,
+        released: Callable[[bool], None] = lambda _: None,
     ) -> None:
         releasings = [Releasing(*each, self._token(session, each)) for each in addresses]
-        self.arbiter.release(releasings, lambda released: answer({"released": released}))
+        self.arbiter.release(releasings, released)
 
     @property
     def holder(self) -> str:
@@ -240,10 +438,26 @@ class Claims:
         return hashlib.blake2b(text, key=self._secret, digest_size=8).hexdigest()
 
 
-def _fields(outcome: ClaimOutcome, found: ClaimAnswer) -> dict[str, Any]:
-    return {
-        "outcome": outcome,
-        "holder": found.holder,
-        "state": found.state.value,
-        "remaining_seconds": found.remaining_seconds,
-    }
+async def _changed_or_over(changed: Callable[[], Awaitable[None]], answer: Answer) -> None:
+    """Wait for a change of the key, or for the end of its holder's lease."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(answer.remaining_seconds):
+            await changed()
+
+
+def _answer(outcome: ClaimOutcome, found: ClaimAnswer, *, is_kept: bool) -> Answer:
+    if outcome is ClaimOutcome.STORED:
+        return STORED
+    counted = RENEWED if is_kept and outcome is ClaimOutcome.GRANTED else outcome
+    return Answer(outcome, counted, found.holder, found.state.value, found.remaining_seconds)
+
+
+def _set(future: "asyncio.Future[bool]", result: bool) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _event(
+    outcome: ClaimOutcome, address: QualifiedKey = ("", ""), holder: str = ""
+) -> dict[str, Any]:
+    return {"event": "claimed", "outcome": outcome, "key": address[1], "holder": holder}

@@ -11,7 +11,7 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +52,7 @@ class Connection:
         self._open = True
         self._is_heard = True
         self._gathering = False
+        self._requests: set[asyncio.Task[None]] = set()
         self.pid, self.uid = _peer_of(sock) if sock.family == socket.AF_UNIX else (0, -1)
         sock.setblocking(False)
         loop.add_reader(sock.fileno(), self._readable)
@@ -69,6 +70,17 @@ class Connection:
         self._output += encode_frame(message)
         if not self._gathering:
             self._flush()
+
+    def start(self, request: Coroutine[Any, Any, None]) -> "asyncio.Task[None] | None":
+        """Run a request that waits; the end of this connection cancels it. It answers its own
+        errors: one that it raises is a bug. Returns None if the connection has ended."""
+        if not self._open:
+            request.close()
+            return None
+        task = self._loop.create_task(request)
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
+        return task
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -123,6 +135,8 @@ class Connection:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
+        for request in self._requests:
+            request.cancel()
         self._on_end(self, error)
 
     def _readable(self) -> None:

@@ -1,7 +1,7 @@
 """The dispatch of clients' requests: one method call for each type of message.
 
-Called by `control` on the loop's thread. A request that needs the store or a transfer is passed on,
-and its reply follows from a callback.
+Called by `control` on the loop's thread. What can be answered at once is; a read that needs the
+store or a transfer is a coroutine, which the end of its connection cancels.
 """
 
 import asyncio
@@ -14,27 +14,22 @@ from typing import Any
 from lookup_buffer.errors import (
     BufferFull,
     LookupBufferError,
-    MaybeMissed,
     MissReason,
     ProtocolError,
 )
-from lookup_buffer.key import QualifiedKey, is_handoff
-from lookup_buffer.node.claim_sets import ClaimSets
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.intake import Intake
 from lookup_buffer.node.lanes import Lanes
-from lookup_buffer.node.loans import Loans
-from lookup_buffer.node.prefetches import Prefetches, miss, tell
-from lookup_buffer.node.presence import Presence
+from lookup_buffer.node.prefetch import Prefetches, miss, tell
+from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
-from lookup_buffer.node.resolver import Resolver
-from lookup_buffer.node.selection import Selection
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.takings import Takings
-from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.node.transfer import Fetched
 from lookup_buffer.protocol.messages import (
     Acknowledge,
     Claim,
@@ -68,15 +63,11 @@ class Desk:
     loop: asyncio.AbstractEventLoop
     boot: str
     shelf: Shelf
-    resolver: Resolver
-    loans: Loans
+    reads: Reads
     takings: Takings
-    presence: Presence
     registrar: Registrar
     claims: Claims
-    claim_sets: ClaimSets
     counters: Counters
-    waiting: Waiting
     intake: Intake
     lanes: Lanes
     prefetches: Prefetches = field(init=False)
@@ -86,8 +77,7 @@ class Desk:
 
     def __post_init__(self) -> None:
         self.prefetches = Prefetches(
-            self.loop, self.resolver, self.loans, self.lanes, self.claims, self.claim_sets,
-            self.counters, self.waiting, self._try_hold,
+            self.loop, self.reads, self.lanes, self.claims, self.counters, self._try_hold
         )  # fmt: skip
 
     # -- sessions
@@ -104,8 +94,7 @@ class Desk:
                 del self._attached[session.seat.engine_id]
         self.lanes.close(session)
         self.takings.end(session)
-        self.claim_sets.end(session)
-        self.claims.release_all(session)
+        self.claims.end(session)
 
     def holds_pins(self, session: Session) -> bool:
         return self.shelf.holds_pins(session.id) or self.lanes.holds(session)
@@ -144,21 +133,20 @@ class Desk:
                 self.shelf.done(request.tickets, request.rank)
                 self.lanes.done(request.tickets, request.rank)
             case Contains():
-                self.presence.tell(request, functools.partial(_reply, connection, request))
+                self._contains(connection, request)
             case Insert():
                 self.intake.insert(connection, session, request)
             case Claim():
-                self._claim(connection, session, request)
+                connection.start(self._claim(connection, session, request))
             case ReleaseClaim():
-                self.claims.release(
-                    session, request, functools.partial(_reply, connection, request)
-                )
+                released = self.claims.release(session, request)
+                connection.start(self._tell_released(connection, request, released))
             case ClaimAll():
-                self.claim_sets.ask(session, request, functools.partial(tell, session, request))
+                self.claims.claim_all(session, request, functools.partial(tell, session, request))
             case Encoding():
-                self.claim_sets.encoding(session, request)
+                self.claims.encoding(session, request)
             case Unclaim():
-                self.claim_sets.unclaim(session, request)
+                self.claims.unclaim(session, request)
             case OpenPool():
                 self.lanes.open(session, request)
             case Prepare():
@@ -187,16 +175,7 @@ class Desk:
             **self.counters.totals(),
         }
 
-    # -- select
-
-    def _hold(self, session: Session, address: QualifiedKey) -> Held | None:
-        held = self.shelf.hold(address, session.id, session.ranks())
-        if held is None and is_handoff(address[1]):
-            held = self.loans.hold(address, session.id, session.ranks())
-        if held is not None:
-            self.counters.hit(held.item)
-            self.counters.spare(session.encodes)
-        return held
+    # -- reads
 
     def _touch(self, session: Session, request: Touch) -> None:
         for key, count in request.reads.items():
@@ -206,42 +185,44 @@ class Desk:
                 self.counters.hit(item, count)
                 self.counters.spare(session.encodes * count)
 
+    def _contains(self, connection: Connection, request: Contains) -> None:
+        present, unknown = self.reads.contains(request)
+        if unknown:
+            connection.start(self._look_up(connection, request, present, unknown))
+        else:
+            _reply(connection, request, {"present": present})
+
+    async def _look_up(
+        self, connection: Connection, request: Contains, present: list[bool], unknown: list[int]
+    ) -> None:
+        await self.reads.look_up(request, present, unknown)
+        _reply(connection, request, {"present": present})
+
     def _select(self, connection: Connection, session: Session, request: Select) -> None:
-        address = (request.namespace, request.key)
-        held = self._hold(session, address)
+        held = self.reads.hold(session, (request.namespace, request.key))
         if held is not None:
             self._hand_over(connection, session, request, held)
         else:
-            self._select_later(connection, session, request, address)
+            connection.start(self._bring(connection, session, request))
 
-    def _select_later(
-        self, connection: Connection, session: Session, request: Select, address: QualifiedKey
-    ) -> None:
-        """Locate and fetch an item that is absent here; wait for it if the request says so."""
-
-        def look(reason: MaybeMissed, last: bool) -> bool:
-            if session.over or not connection.open:
-                return True
-            try:
-                held = self._hold(session, address)
-            except LookupBufferError as error:
-                connection.send(error_reply(request.id, error))
-                return True
-            if held is not None:
-                self._hand_over(connection, session, request, held)
-            elif last:
-                self.counters.add(miss(MissReason.TIMEOUT if request.wait_seconds else reason))
-                _reply(
-                    connection, request, {"state": "missing", "reason": reason or MissReason.ABSENT}
-                )
-            return last or held is not None
+    async def _bring(self, connection: Connection, session: Session, request: Select) -> None:
+        """Fetch an item that is absent here; wait for it if the request says so."""
+        address = (request.namespace, request.key)
 
         def fetching(nbytes: int) -> None:
             _reply(connection, request, {"fetching": nbytes})
 
-        until = self.loop.time() + request.wait_seconds
-        bring = self.loans if is_handoff(request.key) else self.resolver
-        Selection(self.loop, bring, self.waiting, address, until, look, fetching).begin()
+        hold = functools.partial(self.reads.hold_fetched, session, address)
+        try:
+            found = await self.reads.bring(address, request.wait_seconds, hold, fetching)
+        except LookupBufferError as error:
+            connection.send(error_reply(request.id, error))
+            return
+        if isinstance(found, Held):
+            self._hand_over(connection, session, request, found)
+        else:
+            self.counters.add(miss(MissReason.TIMEOUT if request.wait_seconds else found))
+            _reply(connection, request, {"state": "missing", "reason": found})
 
     def _hand_over(
         self, connection: Connection, session: Session, request: Select, held: Held
@@ -250,7 +231,9 @@ class Desk:
         if not connection.open:  # the client is gone: it will never release this pin
             self.shelf.release([held.ticket], session.id)
 
-    def _try_hold(self, session: Session, address: QualifiedKey) -> dict[str, Any] | None:
+    def _try_hold(
+        self, session: Session, address: QualifiedKey, fetched: Fetched
+    ) -> dict[str, Any] | None:
         """Pin `address` for this session and return its fields, or why that failed; None if
         absent here."""
         seat = session.seat
@@ -259,7 +242,7 @@ class Desk:
             if len(ranks) < seat.world_size:
                 return {"state": "failed", "reason": MissReason.RANKS_NOT_ATTACHED}
         try:
-            held = self._hold(session, address)
+            held = self.reads.hold_fetched(session, address, fetched)
         except BufferFull:
             self.counters.add(miss(MissReason.NO_ROOM))
             return {"state": "failed", "reason": MissReason.NO_ROOM}
@@ -303,11 +286,13 @@ class Desk:
 
     # -- claims
 
-    def _claim(self, connection: Connection, session: Session, request: Claim) -> None:
-        def wanted() -> bool:
-            return not session.over and connection.open
+    async def _claim(self, connection: Connection, session: Session, request: Claim) -> None:
+        _reply(connection, request, (await self.claims.claim(session, request)).to_fields())
 
-        self.claims.claim(session, request, wanted, functools.partial(_reply, connection, request))
+    async def _tell_released(
+        self, connection: Connection, request: ReleaseClaim, released: "asyncio.Future[bool]"
+    ) -> None:
+        _reply(connection, request, {"released": await released})
 
 
 def _reply(connection: Connection, request: Request, fields: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Membership: which other nodes are alive and where they listen, as read from the store.
 
-`lb-registrar` refreshes it once a second. `arbiter` and the locators refresh it when a record names
+`lb-registrar` refreshes it once a second. `arbiter` and `locate` refresh it when a record names
 an unknown node. The loop ticks it, and any thread may read it. It also collects locations of dead
 nodes, which `publisher` withdraws.
 """

@@ -3,22 +3,21 @@
 The node moves none of these bytes. If a reader's process has a device pool (see `pools`) and a
 process of another node has the tensor in its own, the node requests the reader's process to
 receive it. If that fails or takes too long, the bytes come over the hosts within the same call.
-Called by `desk` and `prefetches` on the loop's thread.
+Called by `desk` and `prefetch` on the loop's thread.
 """
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any, Final
 
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.locator import Located, Locator
+from lookup_buffer.node.locate import Located, Locator
 from lookup_buffer.node.pools import Pool, Pools
 from lookup_buffer.node.session import Session
 from lookup_buffer.protocol.fields import Fallback, MaybeFallback
@@ -49,15 +48,11 @@ class _Held:
     pools: list[Pool]
     waiting: set[Pool]
     sources: list[tuple[Location, DeviceLocation]]
-    settle: Callable[["_Held", MaybeFallback], None]
+    done: "asyncio.Future[MaybeFallback]"
     deadline: asyncio.TimerHandle | None = None
     source: int = OWN
     ranks: set[int] = field(default_factory=set)
     """Ranks that have not reported done."""
-
-
-Taken = Callable[[QualifiedKey, dict[str, Any]], None]
-"""Called with the entry of a prefetch that came by a lane."""
 
 
 @dataclass(slots=True)
@@ -86,71 +81,54 @@ class Lanes:
 
     # -- receiving
 
-    def bring(
-        self,
-        session: Session,
-        addresses: list[QualifiedKey],
-        taken: Taken,
-        rest: Callable[[list[QualifiedKey]], None],
-    ) -> None:
-        """Receive those of `addresses` that the pools of the session's process can receive, and
-        call `taken` for each. The others, and those whose transfer fails, are passed to `rest`."""
+    async def find(
+        self, session: Session, addresses: Sequence[QualifiedKey]
+    ) -> dict[QualifiedKey, Located]:
+        """Those of `addresses` that the pools of the session's process can receive."""
         if not addresses or not self.pools.of_readers(session):
-            rest(addresses)
-            return
-        self.locator.ask(addresses, partial(self._located, session, addresses, taken, rest))
-
-    def _located(
-        self,
-        session: Session,
-        addresses: Sequence[QualifiedKey],
-        taken: Taken,
-        rest: Callable[[list[QualifiedKey]], None],
-        found: list[Located],
-    ) -> None:
-        left = []
+            return {}
+        found = {}
+        located_each = await self.locator.locate(addresses)
         pools = self.pools.of_readers(session)  # some may have closed since the call
-        for address, located in zip(addresses, found, strict=True):
-            if session.over or not _may_come(address, located, pools):
-                left.append(address)
-            elif reason := _refused(located, pools):
+        for address, located in zip(addresses, located_each, strict=True):
+            if not _may_come(address, located, pools):
+                continue
+            if reason := _refused(located, pools):
                 self.counters.add(f"lane_fallbacks_{reason}")
-                left.append(address)
             else:
+                found[address] = located
+        return found
 
-                def settle(
-                    held: _Held,
-                    reason: MaybeFallback,
-                    address: QualifiedKey = address,
-                    lane: str = pools[0].lane,
-                ) -> None:
-                    if reason:
-                        self.counters.add(f"lane_fallbacks_{reason}")
-                        rest([address])
-                    else:
-                        taken(address, self._entry(held, lane))
+    async def receive(
+        self, session: Session, address: QualifiedKey, located: Located
+    ) -> dict[str, Any] | None:
+        """Receive one of those that `find` returned; its entry of a prefetch, or None if the
+        transfer fails."""
+        pools = self.pools.of_readers(session)
+        reason = _refused(located, pools)
+        if not reason:
+            held = self._begin(session, pools, address, located)
+            try:
+                if not (reason := await held.done):
+                    return self._entry(held, pools[0].lane)
+            finally:
+                if held.waiting:  # this request was cancelled
+                    self._settle(held, Fallback.ENDED)
+        self.counters.add(f"lane_fallbacks_{reason}")
+        return None
 
-                self._receive(session, pools, address, located, settle)
-        if left:
-            rest(left)
-
-    def _receive(
-        self,
-        session: Session,
-        pools: list[Pool],
-        address: QualifiedKey,
-        located: Located,
-        settle: Callable[[_Held, MaybeFallback], None],
-    ) -> None:
+    def _begin(
+        self, session: Session, pools: list[Pool], address: QualifiedKey, located: Located
+    ) -> _Held:
         record = located.record
-        assert record is not None, "checked by the caller"
+        assert record is not None, "checked by `find`"
         header = TensorHeader.for_tensor(record.dtype, record.shape)
         ticket, sources = next(self._tickets), _on_devices(located)
         places = [(location, device) for location, _, device in sources]
         seconds = BASE_SECONDS + header.nbytes / BYTES_PER_SECOND
         held = _Held(
-            ticket, session, address, header, list(pools), set(pools), places, settle,
-            ranks=set(session.ranks() or ()),
+            ticket, session, address, header, list(pools), set(pools), places,
+            self.loop.create_future(), ranks=set(session.ranks() or ()),
         )  # fmt: skip
         self._held[ticket] = held
         held.deadline = self.loop.call_later(seconds, self._settle, held, Fallback.TIMEOUT)
@@ -171,6 +149,7 @@ class Lanes:
         for pool in pools:
             if ticket in self._held:  # else a send failed and ended the ticket
                 pool.session.anchor.send(message)
+        return held
 
     def received(self, session: Session, request: Received) -> None:
         """A pool's result of one transfer."""
@@ -204,7 +183,8 @@ class Lanes:
         else:
             self.counters.hit_lane(held.address, held.header.nbytes)
             self.counters.spare(held.owner.encodes)
-        held.settle(held, reason)
+        if not held.done.done():  # else its request was cancelled
+            held.done.set_result(reason)
 
     def _entry(self, held: _Held, lane: str) -> dict[str, Any]:
         source = "local" if held.source == OWN else held.sources[held.source][0].node

@@ -9,25 +9,24 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
       desk ─► intake ─► shelf                       insert; copies above 512 KiB [lb-copy]
                ├─► arrivals ─► handoffs             hand-offs that wait for space
                ├─► announcements ─► owners          ownership of a hand-off; queries the other owner
-               ├─► claims ─► resolver               a stored output ends its claim
-               └─► resolver, waiting                readers of the key continue
-      desk ─► selection ─► resolver, loans, waiting select of an absent key
-               resolver ─► locator ─► store         its holders [lb-locate, or the mirror]
-               resolver ─► fetcher ─► other nodes   transfer [lb-fetch, 4 threads]
-                             └─► shelf              where the bytes land
-      desk ─► loans ─► shelf, locator, fetcher      reads of other nodes' hand-offs
-      desk ─► prefetches ─► selection, resolver, loans, claim_sets
+               ├─► claims ─► read                   a stored output ends its claim
+               └─► read, waiting                    readers of the key continue
+      desk ─► read ─► shelf                         select and has_caches of what is here
+               ├─► locate ─► store                  the holders of an absent key
+               ├─► transfer ─► other nodes          its bytes [lb-fetch, 4 threads]
+               │                └─► shelf           where they land
+               └─► waiting ─► locate                until a node has it
+      desk ─► prefetch ─► read, claims              many keys, an event for each
                └─► lanes ─► pools                   transfers from device to device
-      desk ─► presence ─► shelf, locator            has_caches
       desk ─► takings ─► handoffs ─► shelf          drop_select of an item of this node
-               ├─► locator, fetcher, waiting        of another node's
+               ├─► locate, transfer, waiting        of another node's
                ├─► owners ─► other nodes            its owner; only connecting uses [lb-owner]
                └─► grants ─► handoffs, owners       acknowledgements
-      desk ─► claim_sets ─► claims ─► arbiter       claims; holdings: what this node's engines hold
-               arbiter ─► store                     mirror's connections, or lines [lb-claim]
+      desk ─► claims ─► arbiter ─► store            claims, over the mirror's connections if any
+               └─► held_claims                      what this node's engines hold
       desk, claims, announcements ─► registrar      marks keys as changed, in backlog; so do shelf,
                                                     pools and peers, through node
-      node ─► directory, locator, owners, http      ticks, 4 times a second
+      node ─► directory, locate, owners, http       ticks, 4 times a second
 
     [lb-registrar] registrar ─► heartbeat, directory, invalidations, publisher, errands ─► store
                      ├─► publisher ─► announcements the store's replies on hand-offs, on the loop
@@ -38,9 +37,7 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
                      ├─► control ─► vitals          /metrics and /healthz, by a message
                      └─► store                      the page
 
-`lb-locate` looks up records if there is no mirror (`asking`): by the setting, or if the store has
-none. With a mirror (`mirroring`) it only opens the store, connects, and reads the membership for
-unknown nodes. `lb-claim` serves claims without a mirror, and while the mirror is not connected.
+`lb-locate` opens the store, and reads the membership for unknown nodes.
 `lb-populate` (in `shm/memory.py`) faults the arena in and ends.
 """
 
@@ -51,47 +48,43 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.announcements import Announcements
-from lookup_buffer.node.arbiter import Arbiter, LineArbiter, MirrorArbiter
+from lookup_buffer.node.arbiter import Arbiter
 from lookup_buffer.node.arrivals import Arrivals
 from lookup_buffer.node.askers import Askers
-from lookup_buffer.node.asking import AskingLocator
-from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.control import Control
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.desk import Desk
 from lookup_buffer.node.directory import Directory
-from lookup_buffer.node.fetcher import Fetcher
 from lookup_buffer.node.grants import Grants
 from lookup_buffer.node.handoffs import Handoffs
-from lookup_buffer.node.holdings import Holdings
+from lookup_buffer.node.held_claims import HeldClaims
 from lookup_buffer.node.http import HttpProcess
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.intake import Intake
 from lookup_buffer.node.lanes import Lanes
-from lookup_buffer.node.loans import Loans
-from lookup_buffer.node.locator import Locator
+from lookup_buffer.node.locate import Locator
 from lookup_buffer.node.loop import call_from_thread
-from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.owners import Owners
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.pools import Pools
-from lookup_buffer.node.presence import Presence
 from lookup_buffer.node.publisher import Report
+from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
-from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.sightings import Sightings
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takings import Takings
+from lookup_buffer.node.transfer import Fetcher
 from lookup_buffer.node.vitals import Vitals
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.runtime import LOG_FORMAT
@@ -139,7 +132,7 @@ class Node:
         self._peers = PeerServer(
             self._shelf, self._counters, token, self._missed, self._admit_asker
         )
-        self._holdings = Holdings(self._loop)
+        self._held_claims = HeldClaims(self._loop)
         self._identity = self._listen_to_peers()
         self._http = None if config.http_listen is None else HttpProcess(config.http_listen)
         self._storage = Storage(config, self._loop, self._identity.node)
@@ -147,10 +140,9 @@ class Node:
         self._directory = directory = Directory(self._identity.node)
         self._remote_index = RemoteIndex()
         self._lacks_mirror = not self._storage.has_mirror()
-        self._locator, self._arbiter = self._ways_to_the_store(
-            config.mirror and not self._lacks_mirror, directory
-        )
-        self._fetcher = Fetcher(self._shelf, self._counters, token)
+        mirrored = config.mirror and not self._lacks_mirror
+        self._locator = Locator(self._loop, self._storage, directory, self._remote_index, mirrored)
+        self._fetcher = Fetcher(self._loop, self._shelf, self._counters, token)
         self._registrar = Registrar(
             self._storage,
             self._shelf,
@@ -161,7 +153,7 @@ class Node:
             self._give_up,
             self._report,
             failed_fetches=self._fetcher.failed,
-            count_claims=lambda: len(self._holdings),
+            count_claims=lambda: len(self._held_claims),
             endpoints=lambda: self._pools.endpoints,
             look_for_pools=Sightings(self._loop, directory, self._pools).look,
         )
@@ -181,30 +173,22 @@ class Node:
             lambda: self._vitals.answer(),
         )
         self._vitals = Vitals(
-            self._counters, self._shelf, self._registrar, directory, self._holdings, self._control,
+            self._counters, self._shelf, self._registrar, directory, self._held_claims,
+            self._control,
         )  # fmt: skip
-
-    def _ways_to_the_store(self, mirror: bool, directory: Directory) -> tuple[Locator, Arbiter]:
-        """The locator and the arbiter, with a mirror or without."""
-        loop, storage = self._loop, self._storage
-        lines = LineArbiter(loop, storage, directory)
-        if not mirror:
-            return AskingLocator(loop, storage, directory), lines
-        locator = MirrorLocator(loop, storage, directory, self._remote_index)
-        return locator, MirrorArbiter(loop, locator, lines)
 
     def _make_desk(self, directory: Directory) -> Desk:
         loop, shelf, handoffs = self._loop, self._shelf, self._handoffs
         waiting = Waiting(loop, self._locator)
-        resolver = Resolver(loop, shelf, self._locator, self._fetcher)
+        reads = Reads(loop, shelf, self._locator, self._fetcher, waiting, self._counters)
 
         def stored(address: QualifiedKey) -> None:
-            resolver.arrived(address)
+            reads.arrived(address)
             waiting.arrived(address)
 
         self._claims = Claims(
-            loop, self._holdings, self._arbiter, self._identity, shelf, waiting, resolver,
-            self._registrar, self._counters,
+            loop, self._held_claims, Arbiter(loop, self._locator), self._identity, shelf, waiting,
+            reads, self._registrar, self._counters,
         )  # fmt: skip
         arrivals = Arrivals(loop, shelf, handoffs, waiting)
         self._intake = Intake(
@@ -220,15 +204,11 @@ class Node:
             loop=loop,
             boot=self._identity.boot,
             shelf=shelf,
-            resolver=resolver,
-            loans=Loans(loop, shelf, self._locator, self._fetcher),
+            reads=reads,
             takings=takings,
-            presence=Presence(loop, shelf, self._locator),
             registrar=self._registrar,
             claims=self._claims,
-            claim_sets=ClaimSets(loop, self._claims, self._holdings, waiting),
             counters=self._counters,
-            waiting=waiting,
             intake=self._intake,
             lanes=Lanes(loop, self._identity.boot, self._locator, self._counters, self._pools),
         )
@@ -334,10 +314,27 @@ class Node:
         except StoreError as error:
             raise ConfigError(f"setting 'store_opentelemetry' is true, and {error}") from error
 
+    def _finish(self, coroutine: Coroutine[Any, Any, object]) -> None:
+        """Run `coroutine` to its end on the stopped loop; a `stop` that comes late does not end
+        it."""
+        task = self._loop.create_task(coroutine)
+        while not task.done():
+            with suppress(RuntimeError):
+                self._loop.run_until_complete(task)
+
+    def _end_tasks(self) -> None:
+        """Let what was cancelled run to its end."""
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._finish(asyncio.wait(tasks))
+
     def _close(self) -> None:
         self._control.close()
         self._askers.close()
         self._owners.close()
+        self._finish(self._claims.arbiter.close())
         # From here on the threads that call the store may drive the loop.
         self._storage.loop_stopped()
         if self._http is not None:
@@ -345,12 +342,12 @@ class Node:
         self._peers.close()
         self._fetcher.close()
         self._intake.close()
-        self._claims.close()
         self._registrar.close()
         self._locator.close()
         self._storage.close()
         if self._telemetry is not None:
             self._telemetry.close()
+        self._end_tasks()
         self._loop.close()
         self._shelf.close()
         self._remote_index.close()

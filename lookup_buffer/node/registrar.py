@@ -22,7 +22,6 @@ from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.errands import Errands
-from lookup_buffer.node.failed_fetches import FailedFetches
 from lookup_buffer.node.heartbeat import Heartbeat, Pulse
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.invalidations import Invalidations
@@ -30,6 +29,7 @@ from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.publisher import Publisher, Report
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
+from lookup_buffer.node.transfer import FailedFetches
 from lookup_buffer.node.troubles import Troubles
 from store import (
     BlockingStore,

@@ -1,7 +1,7 @@
 """The node's access to the store: opens it at the first use, and starts the embedded server if set.
 
 Opening may wait for an embedded server to start, so it happens on the threads that use the store
-(`lb-registrar`, `lb-locate`, `lb-claim`), and does not delay the node's start. A package's store is
+(`lb-registrar`, `lb-locate`), and does not delay the node's start. A package's store is
 opened when the node starts. Created by `node.py`.
 """
 

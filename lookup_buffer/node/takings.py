@@ -16,15 +16,14 @@ from lookup_buffer.errors import MissReason, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.directory import Directory
-from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
 from lookup_buffer.node.grants import Grants, Leased
 from lookup_buffer.node.handoffs import Bid, Handoffs, Lease
 from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.locator import Located, Locator
-from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.locate import Located, Locator
 from lookup_buffer.node.owners import Answer, Owner, Owners, again_seconds
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher
 from lookup_buffer.node.waiting import Waiting, Watcher
 from lookup_buffer.protocol.messages import Leave, Take
 from lookup_buffer.times import CALL_SECONDS, NODE_SHARE
@@ -97,6 +96,7 @@ class Taking:
     """One of the owners did not answer in this attempt."""
     _leaving: bool = False
     """Its deadline has passed, and the owner where it is queued was sent `Leave`."""
+    _locating: asyncio.Task[None] | None = None
     _watcher: Watcher | None = None
     _timers: list[asyncio.TimerHandle] = field(default_factory=list)
     _look_again: asyncio.TimerHandle | None = None
@@ -141,6 +141,8 @@ class Taking:
         for timer in (*self._timers, self._look_again):
             if timer is not None:
                 timer.cancel()
+        if self._locating is not None:
+            self._locating.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
         if self._bid is not None:
@@ -158,7 +160,7 @@ class Taking:
             if self.node.handoffs.leased(self.address):
                 self._settle(MissReason.TAKEN)
             else:
-                self.node.locator.ask([self.address], self._located)
+                self._locating = self.node.loop.create_task(self._locate())
             return
         held = self.node.shelf.pin(lease.held.item, self.session.id)
         self._hand_over(held, Leased(lease.token, lease.seconds, None))
@@ -181,10 +183,9 @@ class Taking:
 
     # -- on other nodes
 
-    def _located(self, found: list[Located]) -> None:
-        if self._over:
-            return
-        located, self._unreached = found[0], False
+    async def _locate(self) -> None:
+        (located,) = await self.node.locator.locate([self.address])
+        self._unreached = False
         self._sources = [*located.sources, *located.offers]
         if self._sources:
             self._ask()
@@ -242,10 +243,9 @@ class Taking:
         self.fetching(answer.nbytes)
         location, endpoint = source
         exactly = location._replace(generation=answer.generation, checksum=answer.checksum)
-        done = partial(call_from_thread, self.node.loop, self._fetched, leased)
-        self.node.fetcher.fetch(
-            self.address, Located(None, ((exactly, endpoint),)), done, loan=True
-        )
+        located = Located(None, ((exactly, endpoint),))
+        done = self.node.fetcher.fetch(self.address, located, loan=True)
+        done.add_done_callback(lambda done: self._fetched(leased, done.result()))
 
     def _fetched(self, leased: Leased, fetched: Fetched) -> None:
         self._is_fetching = False

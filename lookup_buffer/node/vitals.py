@@ -9,7 +9,7 @@ from typing import Any
 from lookup_buffer.node.control import Control
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.directory import Directory
-from lookup_buffer.node.holdings import Holdings
+from lookup_buffer.node.held_claims import HeldClaims
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shelf import Shelf
 
@@ -20,7 +20,7 @@ class Vitals:
     shelf: Shelf
     registrar: Registrar
     directory: Directory
-    holdings: Holdings
+    held_claims: HeldClaims
     control: Control
 
     def answer(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Vitals:
             "store_up": int(self.registrar.store_up),
             "store_breaker_open": int(self.registrar.breaker_open),
             "nodes_alive": self.directory.count_alive(),
-            "claims": len(self.holdings),
+            "claims": len(self.held_claims),
             "sessions": self.control.count_sessions(),
         }
 

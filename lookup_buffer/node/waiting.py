@@ -1,16 +1,18 @@
 """Waiting for a key that is absent, or for its claim.
 
 A waiter is resumed when a client of this node inserts the key, when the store may have its record
-or a free claim, and at its deadline. Used by `intake`, `claims`, `claim_sets`, `selection` and
-`takings` on the loop's thread.
+or a free claim, and at its deadline. Used by `read`, `intake`, `claims` and `takings` on the loop's
+thread.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.locator import Locator
+from lookup_buffer.node.locate import Locator
 
 LOOK_AGAIN_SECONDS = 1.0
 """A waiter is resumed at least this often: some changes cause no notification, such as the
@@ -31,7 +33,8 @@ class Watcher:
     address: QualifiedKey
     until: float
     wake: Callable[[], None]
-    _unwatch: Callable[[], None] | None = None
+    _unwatch: Callable[[], object] | None = None
+    _asleep: Callable[[], None] | None = None
     _over: bool = False
 
     def begin(self) -> None:
@@ -41,12 +44,14 @@ class Watcher:
     def cancel(self) -> None:
         """Idempotent."""
         self._over = True
-        if self._unwatch is not None:
-            self._unwatch()
+        for end in (self._unwatch, self._asleep):
+            if end is not None:
+                end()
 
     def _sleep(self) -> None:
         left = self.until - self.waiting.loop.time()
-        self.waiting.sleep(self.address, max(0.0, min(left, LOOK_AGAIN_SECONDS)), self._look)
+        seconds = max(0.0, min(left, LOOK_AGAIN_SECONDS))
+        self._asleep = self.waiting.sleep(self.address, seconds, self._look)
 
     def _look(self) -> None:
         if not self._over:
@@ -61,11 +66,17 @@ class Waiting:
     locator: Locator
     _waiters: dict[QualifiedKey, set[_Waiter]] = field(default_factory=dict)
 
-    def sleep(self, address: QualifiedKey, seconds: float, again: Callable[[], None]) -> None:
-        """Call `again` once: when `address` arrives here, or after `seconds`."""
+    def sleep(
+        self, address: QualifiedKey, seconds: float, again: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Call `again` once: when `address` arrives here, or after `seconds`.
+
+        Returns the cancellation, which is idempotent.
+        """
         waiter = _Waiter(again)
         waiter.timer = self.loop.call_later(seconds, self._wake, address, waiter)
         self._waiters.setdefault(address, set()).add(waiter)
+        return partial(self._forget, address, waiter)
 
     def watch(self, address: QualifiedKey, until: float, wake: Callable[[], None]) -> Watcher:
         """Call `wake` whenever another attempt may succeed, and at `until` by the loop's clock.
@@ -76,16 +87,43 @@ class Waiting:
         watcher.begin()
         return watcher
 
+    @contextmanager
+    def changes(
+        self, address: QualifiedKey, until: float
+    ) -> Iterator[Callable[[], Awaitable[None]]]:
+        """A coroutine function: waits until another attempt may succeed, or until `until`.
+
+        It returns once for all changes since its last return; the first call returns when no later
+        change can be missed.
+        """
+        event = asyncio.Event()
+        watchers: list[Watcher] = []  # most requests never wait
+
+        async def changed() -> None:
+            if not watchers:
+                watchers.append(self.watch(address, until, event.set))
+            await event.wait()
+            event.clear()
+
+        try:
+            yield changed
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+
     def arrived(self, address: QualifiedKey) -> None:
         """A client of this node inserted the key: resume its waiters."""
         for waiter in list(self._waiters.get(address, ())):
             self._wake(address, waiter)
 
     def _wake(self, address: QualifiedKey, waiter: _Waiter) -> None:
-        waiters = self._waiters[address]
+        self._forget(address, waiter)
+        waiter.again()
+
+    def _forget(self, address: QualifiedKey, waiter: _Waiter) -> None:
+        waiters = self._waiters.get(address, set())
         waiters.discard(waiter)
         if not waiters:
-            del self._waiters[address]
+            self._waiters.pop(address, None)
         if waiter.timer is not None:
             waiter.timer.cancel()
-        waiter.again()

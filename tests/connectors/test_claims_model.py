@@ -41,9 +41,10 @@ from hypothesis_profiles import examples
 from lookup_buffer.client.handles import ClaimHandle, PrefetchState
 from lookup_buffer.client.pending import PendingClaims
 from lookup_buffer.key import TensorKey
-from lookup_buffer.node.claim_sets import ClaimSets
+from lookup_buffer.node.claims import Claims
 from lookup_buffer.protocol.messages import ClaimOutcome
-from virtual_nodes import NAMESPACE, Store, VirtualLoop, VirtualNode, Way
+from virtual_loop import VirtualLoop
+from virtual_nodes import NAMESPACE, Store, VirtualNode, Way
 
 ENCODE_SECONDS = 0.2
 LEASE_SECONDS = 3.0
@@ -300,7 +301,7 @@ class Traffic(RuleBasedStateMachine):
             engine.poll()
             assert len(engine.scheduler.claims) == 0
             assert engine.buffer.claims._pending == {}
-            assert not any(line.pending_sets for line in engine.node.sets._lines.values())
+            assert not any(one.sets for one in engine.node.claims._sessions.values())
             assert engine.buffer.pinned == {}
         assert all(
             ends_at <= self.fleet.loop.now for _, _, ends_at in self.fleet.store.claims.values()
@@ -345,13 +346,7 @@ def test_the_model_detects_a_request_that_waits_while_it_holds_claims(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The rule that all is given back on a conflict, broken."""
-    refused = ClaimSets._refused
-
-    def keep(self: ClaimSets, wish: Any, address: Any, fields: Any) -> None:
-        wish.taken.clear()
-        refused(self, wish, address, fields)
-
-    monkeypatch.setattr(ClaimSets, "_refused", keep)
+    monkeypatch.setattr(Claims, "_roll_back", lambda self, session, taken: None)
     quick = settings(usual, phases=[Phase.generate], report_multiple_bugs=False, database=None)
     with pytest.raises(AssertionError, match=r"for nothing|encoded twice"):
         run_state_machine_as_test(Traffic, settings=quick)

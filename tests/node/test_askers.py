@@ -38,7 +38,7 @@ from lookup_buffer.times import OWNER_IDLE_SECONDS
 from nodes import NodeProcess, StartNode, at_rest, handoff, wait_until
 from servers import free_port
 from store import Location
-from virtual_nodes import VirtualLoop
+from virtual_loop import VirtualLoop
 
 NAMESPACE = Namespace.named("tests").fingerprint
 

@@ -1,22 +1,16 @@
 """Sets of claims: all or none, in one order for all, and no wait while holding a claim."""
 
-import asyncio
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
 import torch
 
-from claiming import NAMESPACE, SOON_SECONDS, WAIT_SECONDS, ask, claim_in, keys, settled
+from claiming import SOON_SECONDS, ask, claim_in, keys, settled
 from lookup_buffer.access import TIMEOUT_SECONDS
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.key import TensorKey
-from lookup_buffer.node.claim_sets import ClaimSets
-from lookup_buffer.node.holdings import Holdings
-from lookup_buffer.node.session import Session
-from lookup_buffer.node.waiting import Waiting
-from lookup_buffer.protocol.messages import ClaimAll, ClaimOutcome
+from lookup_buffer.protocol.messages import ClaimOutcome
 from nodes import ClientProcess, NodeProcess, StartNode, holds_within, wait_until, with_store
 from patience import scaled
 from servers import StartServer, frozen
@@ -225,44 +219,3 @@ def test_prefetch_and_claim_fail_for_too_many_keys_and_without_a_node(
         handles, claims = buffer.prefetch_and_claim(keys(2), wait_seconds=5.0, timeout=5.0)
         assert {handle.state for handle in handles} == {PrefetchState.FAILED}
         assert claims.state is ClaimOutcome.FAILED
-
-
-class _Watched:
-    """A locator, of which only the watches that last are of interest."""
-
-    def __init__(self) -> None:
-        self.watches = 0
-
-    def watch(self, address: object, notify: object) -> Callable[[], None]:
-        self.watches += 1
-        return self._unwatch
-
-    def _unwatch(self) -> None:
-        self.watches -= 1
-
-
-class _Held:
-    """Claims that another engine has, all of them."""
-
-    def claim(
-        self, session: object, request: object, wanted: object, answer: Callable[[object], None]
-    ) -> None:
-        answer({"outcome": "held", "holder": "other:1", "remaining_seconds": 30.0})
-
-
-def test_a_client_that_ends_before_it_would_wait_leaves_no_watch() -> None:
-    """Sending fails then, which ends the session in the middle of the attempt."""
-    loop, locator, claims, anchor = asyncio.new_event_loop(), _Watched(), _Held(), object()
-    sets = ClaimSets(loop, claims, Holdings(loop), Waiting(loop, locator))  # type: ignore[arg-type]
-    session = Session(1, anchor, None)  # type: ignore[arg-type]
-    told = []
-
-    def answer(event: dict[str, object]) -> None:
-        told.append(event["outcome"])
-        sets.end(session)
-
-    sets.ask(session, ClaimAll(1, NAMESPACE, ["a"], WAIT_SECONDS), answer)
-    loop.run_until_complete(asyncio.sleep(0.01))
-    loop.close()
-    assert told == ["waiting"]
-    assert locator.watches == 0

@@ -1,7 +1,7 @@
 """Lanes of an engine with several ranks, one of which ends while it is sent a message.
 
 Connections are real, and the loop runs only when a test runs it. So a test checks what happens at
-once. The locator is a stand-in, since it must answer at once.
+once. The locator is a stand-in, which answers at once.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.lanes import Lanes
-from lookup_buffer.node.locator import Answer, Located
+from lookup_buffer.node.locate import Located
 from lookup_buffer.node.pools import Pools
 from lookup_buffer.node.session import Seat, Session
 from lookup_buffer.node.shelf import Shelf
@@ -34,12 +34,12 @@ ADDRESS = ("f" * 64, "k")
 class Knows:
     """A locator that has the answer."""
 
-    def ask(self, addresses: Sequence[QualifiedKey], answer: Answer) -> None:
+    async def locate(self, addresses: Sequence[QualifiedKey]) -> list[Located]:
         at = Location("elsewhere", BOOT, 1, 7)
         device = DeviceLocation("elsewhere", 1, "gloo", "0" * 8, 4321, "f" * 12)
         record = a_record(*ADDRESS, dtype="uint8", shape=(3,), nbytes=3)
         record = record._replace(locations=(at,), devices=(device,))
-        answer([Located(record, ((at, "tcp://127.0.0.1:1"),)) for _ in addresses])
+        return [Located(record, ((at, "tcp://127.0.0.1:1"),)) for _ in addresses]
 
 
 class Engine:
@@ -75,6 +75,17 @@ class Engine:
         lane.attached(lambda request: said.append(request))
         lane.close()
         return said[0]
+
+    def receive(self) -> "asyncio.Task[dict[str, Any] | None]":
+        """The scheduler's request, which has sent its messages when this returns."""
+
+        async def receive() -> dict[str, Any] | None:
+            located = (await self.lanes.find(self.scheduler, [ADDRESS]))[ADDRESS]
+            return await self.lanes.receive(self.scheduler, ADDRESS, located)
+
+        task = self.loop.create_task(receive())
+        self.turn()
+        return task
 
     def turn(self) -> None:
         """One of the loop: it reads what is there to be read, be it the end of a connection."""
@@ -116,10 +127,7 @@ def test_a_rank_that_ends_at_its_message_leaves_no_other_rank_with_a_ticket(
     engine: Engine, gone: int
 ) -> None:
     engine.ends[gone].close()
-    rest: list[list[QualifiedKey]] = []
-    engine.lanes.bring(engine.scheduler, [ADDRESS], lambda *_: None, rest.append)
-    engine.turn()
-    assert rest == [[ADDRESS]]
+    assert engine.loop.run_until_complete(engine.receive()) is None
     assert engine.wants(1 - gone) == []
     assert engine.lanes.count_tickets() == 0
     left = engine.pools.of(engine.workers[1 - gone])
@@ -128,8 +136,18 @@ def test_a_rank_that_ends_at_its_message_leaves_no_other_rank_with_a_ticket(
 
 
 def test_all_ranks_get_the_message(engine: Engine) -> None:
-    engine.lanes.bring(engine.scheduler, [ADDRESS], lambda *_: None, lambda _: None)
+    receiving = engine.receive()
     (ticket,) = engine.wants(0)
     assert engine.wants(1) == [ticket]
     engine.lanes.release_all(engine.scheduler)
     assert engine.lanes.count_tickets() == 0
+    assert engine.loop.run_until_complete(receiving) is None
+
+
+def test_a_cancelled_request_leaves_no_ticket(engine: Engine) -> None:
+    receiving = engine.receive()
+    receiving.cancel()
+    engine.turn()
+    assert receiving.cancelled()
+    assert engine.lanes.count_tickets() == 0
+    assert engine.wants(0) == engine.wants(1) == []

@@ -11,7 +11,7 @@ from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Handoffs, Lease
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.times import REMEMBERED_SECONDS
-from virtual_nodes import VirtualLoop
+from virtual_loop import VirtualLoop
 
 NAME = ("f" * 64, "k@r")
 LEASE_SECONDS = 10.0

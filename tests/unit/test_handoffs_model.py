@@ -16,7 +16,7 @@ from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.protocol.header import TensorHeader
-from virtual_nodes import VirtualLoop
+from virtual_loop import VirtualLoop
 
 CAPACITY = 1 << 16
 LEASE_SECONDS = 10.0

@@ -1,19 +1,18 @@
-"""The mirroring locator: while its store cannot be opened, and what it answers from its mirror."""
+"""The locator: while its store cannot be opened, what it answers from its mirror, and without."""
 
 import asyncio
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.node.directory import Directory
-from lookup_buffer.node.locator import NOT_REACHED, Located
-from lookup_buffer.node.mirroring import MirrorLocator
+from lookup_buffer.node.locate import NOT_REACHED, Located, Locator
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.shm.index import RemoteIndex, RemoteIndexReader, digest_of
 from store import (
     BlockingStore,
     EmbeddedServer,
+    Found,
     Location,
     NodeInfo,
     Record,
@@ -38,6 +37,17 @@ def storage_at(url: str) -> Storage:
     return Storage(config, asyncio.get_running_loop(), "node-1")
 
 
+def locator_on(storage: Storage, *, mirrored: bool = True) -> Locator:
+    loop = asyncio.get_running_loop()
+    return Locator(loop, storage, Directory("us"), RemoteIndex(), mirrored=mirrored)
+
+
+async def look_up(locator: Locator, namespace: str, key: str) -> Located:
+    async with asyncio.timeout(10.0):
+        (located,) = await locator.locate([(namespace, key)])
+    return located
+
+
 def without_the_loop(url: str, act: Callable[[BlockingStore], object]) -> None:
     """Act by a store of a thread's own; the loop does nothing meanwhile, and reads no push."""
 
@@ -58,18 +68,16 @@ def test_a_cancelled_wait_is_dropped() -> None:
 
 async def _a_cancelled_wait_is_dropped() -> None:
     storage = Unopened()
-    locator = MirrorLocator(asyncio.get_running_loop(), storage, Directory("us"), RemoteIndex())
+    locator = locator_on(storage)
     locator.start()
     kept = locator.watch(("ns", "kept"), nothing)
     for n in range(100):
         locator.watch(("ns", f"k{n}"), nothing)()
-    answers: list[list[Located]] = []
-    locator.ask([("ns", "k")], answers.append)
-    until = time.monotonic() + 3.0
-    while not answers and time.monotonic() < until:
-        await asyncio.sleep(0.01)
-    assert answers == [[NOT_REACHED]]
-    assert len(locator._waiting) == 1, "only who still waits"
+    assert await look_up(locator, "ns", "k") == NOT_REACHED
+    await asyncio.sleep(0)
+    assert len(locator._tasks) == 1, "only who still waits"
+    assert await look_up(locator, "ns", "k") == NOT_REACHED
+    assert storage.tried == 1, "it is not tried again so soon"
     kept()
     locator.close()
 
@@ -81,17 +89,17 @@ def test_an_absent_key_is_cached_for_a_second(
 
 
 async def _what_is_absent_is_known_for_a_second(url: str, namespace: str) -> None:
-    loop = asyncio.get_running_loop()
     storage = storage_at(url)
-    locator = MirrorLocator(loop, storage, Directory("us"), RemoteIndex())
+    locator = locator_on(storage)
     locator.start()
     for _ in range(2):
         assert locator.known(namespace, ["k"]) == [None], "never asked, or too long ago"
-        answered: asyncio.Future[list[Located]] = loop.create_future()
-        locator.ask([(namespace, "k")], answered.set_result)
-        (located,) = await asyncio.wait_for(answered, 10.0)
-        assert located.reason == "absent"
+        assert locator.cached((namespace, "k")) is None
+        assert (await look_up(locator, namespace, "k")).reason == "absent"
         assert locator.known(namespace, ["k"]) == [False]
+        cached = locator.cached((namespace, "k"))
+        assert cached is not None
+        assert cached.reason == "absent"
         await asyncio.sleep(ABSENT_SECONDS_MAX + 0.1)
     await asyncio.to_thread(locator.close)
     await asyncio.to_thread(storage.close)
@@ -105,7 +113,6 @@ def test_keys_removed_with_all_others_are_listed_again(
 
 
 async def _removed_keys_are_listed_again(url: str, namespace: str) -> None:
-    loop = asyncio.get_running_loop()
     storage, directory, elsewhere = storage_at(url), Directory("us"), RemoteIndex()
     node = f"node-{namespace[:8]}"
     record = Record(namespace, "k", "uint8", (1,), 1, "tensor", 1.0)
@@ -117,14 +124,10 @@ async def _removed_keys_are_listed_again(url: str, namespace: str) -> None:
         directory.refresh(store)
 
     without_the_loop(url, prepare)
-    locator, reader = (
-        MirrorLocator(loop, storage, directory, elsewhere),
-        RemoteIndexReader(elsewhere.fd),
-    )
+    locator = Locator(asyncio.get_running_loop(), storage, directory, elsewhere, mirrored=True)
+    reader = RemoteIndexReader(elsewhere.fd)
     locator.start()
-    answered: asyncio.Future[list[Located]] = loop.create_future()
-    locator.ask([(namespace, "k")], answered.set_result)
-    await asyncio.wait_for(answered, 10.0)
+    await look_up(locator, namespace, "k")
     for _ in range(2):
         assert locator.known(namespace, ["k"]) == [True]
         assert reader.contains(digest_of(namespace, "k"))
@@ -145,29 +148,52 @@ def test_the_mirror_does_not_contradict_the_reply_to_a_claim(
 
 
 async def _the_mirror_agrees_with_the_reply_to_a_claim(url: str, namespace: str) -> None:
-    loop = asyncio.get_running_loop()
     storage = storage_at(url)
-    locator = MirrorLocator(loop, storage, Directory("us"), RemoteIndex())
+    locator = locator_on(storage)
     locator.start()
-
-    async def ask() -> Located:
-        answered: asyncio.Future[list[Located]] = loop.create_future()
-        locator.ask([(namespace, "k")], answered.set_result)
-        return (await asyncio.wait_for(answered, 10.0))[0]
-
-    assert (await ask()).reason == "absent"
+    assert (await look_up(locator, namespace, "k")).reason == "absent"
     record = Record(namespace, "k", "uint8", (1,), 1, "tensor", 1.0)
     there = Location("node-k", "boot", 1, 1)
     without_the_loop(url, lambda store: store.publish(record, there, ttl_seconds=60.0))
     assert locator.known(namespace, ["k"]) == [False], "the loop has read no push yet"
     locator.forget((namespace, "k"))
     assert locator.known(namespace, ["k"]) == [None]
-    assert (await ask()).record is not None
+    assert (await look_up(locator, namespace, "k")).record is not None
 
-    under_way: asyncio.Future[list[Located]] = loop.create_future()
-    locator.ask([(namespace, "other")], under_way.set_result)
+    under_way = asyncio.ensure_future(look_up(locator, namespace, "other"))
+    await asyncio.sleep(0)
     locator.forget((namespace, "other"))
-    assert (await asyncio.wait_for(under_way, 10.0))[0].reason == "absent"
+    assert (await under_way).reason == "absent"
     assert locator.known(namespace, ["other"]) == [None], "it was read before"
+    await asyncio.to_thread(locator.close)
+    await asyncio.to_thread(storage.close)
+
+
+def test_look_ups_without_a_mirror_share_round_trips(
+    valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    asyncio.run(_look_ups_share_round_trips(valkey_server.url, namespace))
+
+
+async def _look_ups_share_round_trips(url: str, namespace: str) -> None:
+    storage = storage_at(url)
+    locator = locator_on(storage, mirrored=False)
+    locator.start()
+    assert (await look_up(locator, namespace, "k")).reason == "absent"
+    store, calls = storage.store().store, 0
+    read = store.look_up
+
+    async def counted(items: Sequence[tuple[str, str]]) -> list[Found]:
+        nonlocal calls
+        calls += 1
+        return await read(items)
+
+    store.look_up = counted  # type: ignore[method-assign]
+    looks = [asyncio.ensure_future(look_up(locator, namespace, f"k{n}")) for n in range(50)]
+    looks[0].cancel()
+    found = await asyncio.gather(*looks, return_exceptions=True)
+    assert [one.reason for one in found[1:] if isinstance(one, Located)] == ["absent"] * 49
+    assert calls <= 2
+    assert locator.known(namespace, ["k1"]) == [None], "nothing is cached"
     await asyncio.to_thread(locator.close)
     await asyncio.to_thread(storage.close)

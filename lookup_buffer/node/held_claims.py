@@ -1,8 +1,8 @@
 """Claims held by engines of this node, as far as the node knows.
 
 An entry exists from the moment when the store has, or may have, granted a claim, until the claim is
-released or its lease has certainly ended. This module makes no store calls; `claims` and
-`claim_sets` use it on the loop's thread.
+released or its lease has certainly ended. This module makes no store calls; `claims` uses it on the
+loop's thread.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ FORGET_SECONDS = 1.0
 
 
 @dataclass(slots=True)
-class Holding:
+class HeldClaim:
     """The claim of one engine for one key."""
 
     session: Session
@@ -45,31 +45,31 @@ class Holding:
 
 
 @dataclass(slots=True)
-class Holdings:
+class HeldClaims:
     """By owner and key: all clients of an engine share its claims."""
 
     loop: asyncio.AbstractEventLoop
-    _held: dict[tuple[Owner, QualifiedKey], Holding] = field(default_factory=dict)
+    _held: dict[tuple[Owner, QualifiedKey], HeldClaim] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """The number of claims of this node's engines. On any thread."""
         return len(self._held)
 
-    def find(self, session: Session, address: QualifiedKey) -> Holding | None:
+    def find(self, session: Session, address: QualifiedKey) -> HeldClaim | None:
         """The claim of this session's engine; its lease may have ended."""
         return self._held.get((session.owner, address))
 
     def lasts(self, session: Session, address: QualifiedKey) -> bool:
         """Whether this engine has the claim, as far as the node knows."""
-        holding = self.find(session, address)
-        return holding is not None and holding.ends_at > self.loop.time()
+        claim = self.find(session, address)
+        return claim is not None and claim.ends_at > self.loop.time()
 
     def encoding_seconds(self, session: Session, address: QualifiedKey) -> float:
         """Seconds left of the claim under which this engine encodes the key; 0 if it does not."""
-        holding = self.find(session, address)
-        if holding is None or holding.state is not ClaimState.ENCODING:
+        claim = self.find(session, address)
+        if claim is None or claim.state is not ClaimState.ENCODING:
             return 0.0
-        return max(0.0, holding.ends_at - self.loop.time())
+        return max(0.0, claim.ends_at - self.loop.time())
 
     def keep(
         self,
@@ -84,16 +84,16 @@ class Holdings:
         `granted_seconds`."""
         now = self.loop.time()
         ends_at, granted_until = now + lease_seconds, now + granted_seconds
-        holding = self.find(session, address)
-        if holding is None:
-            holding = Holding(session, state, ends_at, granted_until)
-            self._held[session.owner, address] = holding
-            self._forget_at_end((session.owner, address), holding)
-        holding.ends_at = max(holding.ends_at, ends_at)
-        holding.granted_until = granted_until
+        claim = self.find(session, address)
+        if claim is None:
+            claim = HeldClaim(session, state, ends_at, granted_until)
+            self._held[session.owner, address] = claim
+            self._forget_at_end((session.owner, address), claim)
+        claim.ends_at = max(claim.ends_at, ends_at)
+        claim.granted_until = granted_until
         if state is ClaimState.ENCODING:
-            holding.begin_to_encode(now)
-            holding.forget_promise()
+            claim.begin_to_encode(now)
+            claim.forget_promise()
 
     def promise(
         self,
@@ -106,44 +106,44 @@ class Holdings:
         the store, only shortly before the intent expires: most encodes are published by then,
         which ends the claim. `keep` gets the session that uses the claim. Returns False if there
         is no intent that still lasts."""
-        holding = self.find(session, address)
-        if holding is None or holding.state is not ClaimState.INTENT:
+        claim = self.find(session, address)
+        if claim is None or claim.state is not ClaimState.INTENT:
             return False
         now = self.loop.time()
-        left = holding.granted_until - PROMISE_SECONDS - now
+        left = claim.granted_until - PROMISE_SECONDS - now
         if left <= 0:
             return False
-        holding.session = session
-        holding.begin_to_encode(now)
-        holding.ends_at = now + lease_seconds
-        holding.promise = self.loop.call_later(left, lambda: keep(holding.session))
+        claim.session = session
+        claim.begin_to_encode(now)
+        claim.ends_at = now + lease_seconds
+        claim.promise = self.loop.call_later(left, lambda: keep(claim.session))
         return True
 
-    def drop(self, session: Session, address: QualifiedKey) -> Holding | None:
+    def drop(self, session: Session, address: QualifiedKey) -> HeldClaim | None:
         """Remove the engine's entry and return it."""
         return self._drop((session.owner, address))
 
     def drop_all(self, session: Session) -> list[QualifiedKey]:
         """The session has ended: remove its entries; returns the keys whose claims are to be
         released."""
-        ended = [held for held, holding in self._held.items() if holding.session is session]
+        ended = [held for held, claim in self._held.items() if claim.session is session]
         for held in ended:
             self._drop(held)
         return [address for _, address in ended]
 
-    def _drop(self, held: tuple[Owner, QualifiedKey]) -> Holding | None:
-        holding = self._held.pop(held, None)
-        if holding is not None:
-            holding.forget_promise()
-        return holding
+    def _drop(self, held: tuple[Owner, QualifiedKey]) -> HeldClaim | None:
+        claim = self._held.pop(held, None)
+        if claim is not None:
+            claim.forget_promise()
+        return claim
 
-    def _forget_at_end(self, held: tuple[Owner, QualifiedKey], holding: Holding) -> None:
+    def _forget_at_end(self, held: tuple[Owner, QualifiedKey], claim: HeldClaim) -> None:
         """Drop the entry when its lease, however often renewed, has certainly ended. One timer
         an entry."""
-        if self._held.get(held) is not holding:
+        if self._held.get(held) is not claim:
             return
-        left = holding.ends_at - self.loop.time()
+        left = claim.ends_at - self.loop.time()
         if left <= 0:
             self._drop(held)
         else:
-            self.loop.call_later(left + FORGET_SECONDS, self._forget_at_end, held, holding)
+            self.loop.call_later(left + FORGET_SECONDS, self._forget_at_end, held, claim)

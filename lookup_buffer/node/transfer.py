@@ -1,15 +1,17 @@
-"""The fetcher: copies a tensor from another node into the arena.
+"""Transfers: copies a tensor from another node into the arena.
 
-It has four threads (`lb-fetch`), each with one transfer at a time. Connections are kept per
+There are four threads (`lb-fetch`), each with one transfer at a time. Connections are kept per
 endpoint and closed at their first error. The header is compared with the request, and the checksum
 is computed on arrival; the item becomes visible only if both match. If one holder fails, the next
-is tried. Failures are counted, and those that a record does not explain are written to the store.
-Called by `resolver`, `loans` and `takings` on the loop's thread.
+is tried. Failures are counted, and those that a record does not explain are noted: `registrar`
+writes them to the store with its next beat, for `lookup-buffer why`. Called by `read` and `takings`
+on the loop's thread.
 """
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,9 +32,9 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.failed_fetches import FailedFetches
 from lookup_buffer.node.inventory import Item
-from lookup_buffer.node.locator import Located
+from lookup_buffer.node.locate import Located
+from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.auth import connect
 from lookup_buffer.protocol.header import PayloadHeader
@@ -43,6 +45,8 @@ from store import Location
 THREADS = 4
 IDLE_LINKS_MAX = 4
 
+NOTED_MAX = 64
+"""Bound on the failures that are noted between two beats; others are dropped."""
 _TOLD = (MissReason.CHECKSUM, MissReason.PEER_FAILED)
 """Failures that are written to the store; the record explains the others."""
 FETCH_OWNER = -1
@@ -58,9 +62,28 @@ class Fetched:
 
 
 @dataclass(slots=True)
-class Fetcher:
-    """`fetch` may be called on any thread; `done` is called on `lb-fetch`."""
+class FailedFetches:
+    """Recent failed fetches: which keys, from which node and why. Thread-safe."""
 
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _noted: dict[QualifiedKey, tuple[str, str]] = field(default_factory=dict)
+
+    def note(self, address: QualifiedKey, reason: str, holder: str) -> None:
+        """The fetch of `address` from `holder` failed because of `reason`."""
+        with self._lock:
+            if len(self._noted) < NOTED_MAX or address in self._noted:
+                self._noted[address] = (reason, holder)
+
+    def take(self) -> dict[QualifiedKey, tuple[str, str]]:
+        """Failures since the last call: reason and holder by address."""
+        with self._lock:
+            noted, self._noted = self._noted, {}
+            return noted
+
+
+@dataclass(slots=True)
+class Fetcher:
+    loop: asyncio.AbstractEventLoop
     shelf: Shelf
     counters: Counters
     token: str | None
@@ -72,16 +95,13 @@ class Fetcher:
     )
 
     def fetch(
-        self,
-        address: QualifiedKey,
-        located: Located,
-        done: Callable[[Fetched], None],
-        *,
-        loan: bool = False,
-    ) -> None:
+        self, address: QualifiedKey, located: Located, *, loan: bool = False
+    ) -> "asyncio.Future[Fetched]":
         """Fetch from the first holder that delivers. `loan`: the copy is visible only to its
-        pins."""
+        pins. Do not cancel the future: what arrives must be released."""
+        done: asyncio.Future[Fetched] = self.loop.create_future()
         self._pool.submit(self._fetch, address, located, done, loan)
+        return done
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -92,7 +112,7 @@ class Fetcher:
             self._idle_links.clear()
 
     def _fetch(
-        self, address: QualifiedKey, located: Located, done: Callable[[Fetched], None], loan: bool
+        self, address: QualifiedKey, located: Located, done: "asyncio.Future[Fetched]", loan: bool
     ) -> None:
         fetched = Fetched(None, located.reason or MissReason.ABSENT)
         device = located.record.device if located.record else ""
@@ -106,7 +126,7 @@ class Fetcher:
                 if fetched.held is not None or fetched.reason == MissReason.NO_ROOM:
                     break
         finally:
-            done(fetched)
+            call_from_thread(self.loop, done.set_result, fetched)
 
     def _try(
         self, address: QualifiedKey, location: Location, endpoint: str, loan: bool, device: str

@@ -1,0 +1,190 @@
+"""Prefetches: fetches and pins what a session requests, and sends an event for each key.
+
+Keys that are here are answered at once, and so are those that certainly no node has; others when
+they have come by a lane or over the hosts. If the session waits for keys that no node has, they are
+answered when they are published. Called by `desk` on the loop's thread.
+"""
+
+import asyncio
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lookup_buffer.errors import MaybeMissed, MissReason
+from lookup_buffer.key import QualifiedKey, is_handoff
+from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.lanes import Lanes
+from lookup_buffer.node.locate import Located
+from lookup_buffer.node.read import Reads
+from lookup_buffer.node.session import Session
+from lookup_buffer.node.transfer import Fetched
+from lookup_buffer.protocol.messages import ClaimAll, Prefetch, Request
+
+ENTRIES_MAX = 1024
+"""Entries in one event: at most 1 KiB each, and a frame holds 1 MiB."""
+AWAITED_MAX = 4096
+"""Keys for which one session waits at a time; further keys are answered without a wait."""
+AHEAD_SECONDS = 0.05
+"""A prefetch waits at most this long for the claims that were requested with it, since they may
+be many."""
+
+Hold = Callable[[Session, QualifiedKey, Fetched], dict[str, Any] | None]
+"""Pins an address for a session and returns its fields, or why that failed; None if absent here."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """One prefetch, with what was absent at its request."""
+
+    session: Session
+    request: Prefetch
+    indexes: dict[QualifiedKey, list[int]] = field(default_factory=dict)
+
+    def push(self, entries: Sequence[tuple[QualifiedKey, dict[str, Any]]]) -> None:
+        """Send the session the result of these keys."""
+        indexes = self.indexes
+        _push(self, [(index, entry) for address, entry in entries for index in indexes[address]])
+
+
+@dataclass(slots=True)
+class Prefetches:
+    loop: asyncio.AbstractEventLoop
+    reads: Reads
+    lanes: Lanes
+    claims: Claims
+    counters: Counters
+    hold: Hold
+    _awaited: Counter[int] = field(default_factory=Counter)
+    """By session: for how many keys it waits."""
+
+    def prefetch(self, session: Session, request: Prefetch) -> None:
+        """Send the entries of what is here now, and bring the rest."""
+        entries: list[tuple[int, dict[str, Any]]] = []
+        pending = _Pending(session, request)
+        for index, key in enumerate(request.keys):
+            address = (request.namespace, key)
+            entry = self.hold(session, address, Fetched(None))
+            if entry is None:
+                pending.indexes.setdefault(address, []).append(index)
+            else:
+                entries.append((index, entry))
+        if entries:
+            _push(pending, entries)
+        if request.claimer:
+            self._claim_ahead(pending)
+        else:
+            self._bring(pending)
+
+    def _claim_ahead(self, pending: _Pending) -> None:
+        """Ask for the claims of what is prefetched. If the replies include the records, bring it
+        after them, and send both events in one write."""
+        session, request = pending.session, pending.request
+        keys = sorted(set(request.keys))
+        claim_all = ClaimAll(request.claimer, request.namespace, keys, request.wait_seconds)
+        located = functools.cache(functools.partial(self._bring, pending))  # that is, once
+
+        def told(event: dict[str, Any]) -> None:
+            with session.anchor.together():
+                located()
+                tell(session, claim_all, event)
+
+        if not (self.claims.arbiter.tells_of_records and self.claims.is_idle(session)):
+            located()
+        self.loop.call_later(AHEAD_SECONDS, located)
+        self.claims.claim_all(session, claim_all, told, located)
+
+    def _bring(self, pending: _Pending) -> None:
+        """Answer what certainly no node has, unless the session waits for it; bring the rest."""
+        if pending.session.over:
+            return
+        rest, missing = [], []
+        for address in pending.indexes:
+            reason = "" if self._may_wait(pending, address) else self.reads.missing(address)
+            if reason:
+                missing.append((address, Fetched(None, reason)))
+            else:
+                rest.append(address)
+        if missing:
+            pending.push([self._entry(pending, *one) for one in missing])
+        if rest:
+            pending.session.anchor.start(self._bring_rest(pending, rest))
+
+    async def _bring_rest(self, pending: _Pending, rest: Sequence[QualifiedKey]) -> None:
+        shared = [address for address in rest if not is_handoff(address[1])]
+        async with asyncio.TaskGroup() as group:
+            by_lane = await self.lanes.find(pending.session, shared)
+            for address, located in by_lane.items():
+                group.create_task(self._receive(pending, address, located))
+            await self._over_hosts(pending, [each for each in rest if each not in by_lane])
+
+    async def _receive(
+        self,
+        pending: _Pending,
+        address: QualifiedKey,
+        located: Located,
+    ) -> None:
+        entry = await self.lanes.receive(pending.session, address, located)
+        if entry is None:
+            await self._over_hosts(pending, [address])
+        else:
+            pending.push([(address, entry)])
+
+    def _may_wait(self, pending: _Pending, address: QualifiedKey) -> bool:
+        """Whether the session waits for this key until it is published."""
+        request = pending.request
+        return request.wait_seconds > 0 and not request.claimer and not is_handoff(address[1])
+
+    async def _over_hosts(self, pending: _Pending, addresses: Sequence[QualifiedKey]) -> None:
+        def settle(settled: list[tuple[QualifiedKey, Fetched]]) -> None:
+            pending.push([self._entry(pending, *one) for one in settled])
+
+        awaited = [address for address in addresses if self._may_wait(pending, address)]
+        if self._awaited[pending.session.id] + len(awaited) > AWAITED_MAX:
+            awaited = []
+        async with asyncio.TaskGroup() as group:
+            for address in awaited:
+                group.create_task(self._await(pending, address))
+            left = set(addresses).difference(awaited)
+            await self.reads.bring_each([each for each in addresses if each in left], settle)
+
+    async def _await(self, pending: _Pending, address: QualifiedKey) -> None:
+        session, request = pending.session, pending.request
+        hold = functools.partial(self.hold, session, address)
+        self._awaited[session.id] += 1
+        try:
+            found = await self.reads.bring(address, request.wait_seconds, hold)
+        finally:
+            self._awaited[session.id] -= 1
+            if not self._awaited[session.id]:
+                del self._awaited[session.id]
+        entry = self._missing(found) if isinstance(found, MissReason) else found
+        pending.push([(address, entry)])
+
+    def _entry(
+        self, pending: _Pending, address: QualifiedKey, fetched: Fetched
+    ) -> tuple[QualifiedKey, dict[str, Any]]:
+        held = self.hold(pending.session, address, fetched)
+        return address, self._missing(fetched.reason) if held is None else held
+
+    def _missing(self, reason: MaybeMissed) -> dict[str, Any]:
+        self.counters.add(miss(reason))
+        return {"state": "missing", "reason": reason or MissReason.ABSENT}
+
+
+def tell(session: Session, request: Request, event: dict[str, Any]) -> None:
+    session.anchor.send({"id": request.id, **event})
+
+
+def _push(pending: _Pending, entries: list[tuple[int, dict[str, Any]]]) -> None:
+    for start in range(0, len(entries), ENTRIES_MAX):
+        part = entries[start : start + ENTRIES_MAX]
+        event = {"event": "settled", "id": pending.request.id, "entries": part}
+        pending.session.anchor.send(event)
+
+
+def miss(reason: MaybeMissed) -> str:
+    """The counter of misses for that reason."""
+    return f"misses_{reason or MissReason.ABSENT}"

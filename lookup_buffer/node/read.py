@@ -1,0 +1,269 @@
+"""Reads: pins what is here, brings what other nodes have, and answers `has_caches`.
+
+A key that is absent here is located and fetched once for all requests that wait for it meanwhile
+(single-flight). A hand-off may be removed or replaced at any moment, so a fetched copy of one is
+never kept: each reader gets its own, which is freed with its pin. Called by `desk`, `prefetch`,
+`intake` and `claims` on the loop's thread; `transfer` copies on `lb-fetch`.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, TypeVar
+
+from lookup_buffer.errors import MaybeMissed, MissReason
+from lookup_buffer.key import QualifiedKey, is_handoff
+from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.locate import Located, Locator
+from lookup_buffer.node.session import Session
+from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher
+from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.protocol.messages import Contains
+from lookup_buffer.times import CALL_SECONDS, NODE_SHARE
+
+GRACE_SECONDS: Final = NODE_SHARE * CALL_SECONDS
+"""If a key is not even located this long after a request's deadline, it is a miss."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """One key that is located and fetched, for all its readers.
+
+    The pin of what came is kept until each reader has left, so a reader pins it before that.
+    """
+
+    address: QualifiedKey
+    nbytes: "asyncio.Future[int | None]"
+    """Set when a transfer begins, or to None if there is none."""
+    done: "asyncio.Future[Fetched]"
+    readers: int = 0
+    is_doubted: bool = False
+    """The running look-up may be out of date: repeat it."""
+
+
+@dataclass(slots=True)
+class Reads:
+    loop: asyncio.AbstractEventLoop
+    shelf: Shelf
+    locator: Locator
+    fetcher: Fetcher
+    waiting: Waiting
+    counters: Counters
+    _fetches: dict[QualifiedKey, _Fetch] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    # -- what is here
+
+    def hold(self, session: Session, address: QualifiedKey) -> Held | None:
+        """Pin the item at `address` for the session and count the hit; None if it is absent here.
+
+        Raises:
+            BufferFull: pins and reservations would exceed their share.
+        """
+        held = self.shelf.hold(address, session.id, session.ranks())
+        if held is not None:
+            self._count(session, held)
+        return held
+
+    def hold_fetched(
+        self, session: Session, address: QualifiedKey, fetched: Fetched
+    ) -> Held | None:
+        """As `hold`; also if what came is a copy for this reader alone."""
+        held = self.hold(session, address)
+        if held is None and fetched.held is not None and is_handoff(address[1]):
+            held = self.shelf.pin(fetched.held.item, session.id, session.ranks())
+            self._count(session, held)
+        return held
+
+    def _count(self, session: Session, held: Held) -> None:
+        self.counters.hit(held.item)
+        self.counters.spare(session.encodes)
+
+    # -- what other nodes have
+
+    async def bring(
+        self,
+        address: QualifiedKey,
+        wait_seconds: float,
+        hold: Callable[[Fetched], T | None],
+        fetching: Callable[[int], None] = lambda nbytes: None,
+    ) -> T | MissReason:
+        """Fetch an absent key as soon as a node has it; a miss after `wait_seconds`.
+
+        Returns what `hold` returns for what came, or the reason of the miss. `hold` pins it, or
+        returns None if it is gone again. `fetching` is called with the bytes of a transfer that
+        begins; a transfer has a deadline of its own. A store that hangs is a miss, in time for the
+        client.
+        """
+        until = self.loop.time() + wait_seconds
+        try:
+            async with asyncio.timeout_at(until + GRACE_SECONDS) as bound:
+                with self.waiting.changes(address, until) as changed:
+                    while True:
+                        with self._joined([address]) as (fetch,):
+                            nbytes = await asyncio.shield(fetch.nbytes)
+                            if nbytes is not None:
+                                bound.reschedule(None)
+                                fetching(nbytes)
+                            fetched = await asyncio.shield(fetch.done)
+                            if (found := hold(fetched)) is not None:
+                                return found
+                        if self.loop.time() >= until:
+                            return fetched.reason or MissReason.ABSENT
+                        bound.reschedule(until + GRACE_SECONDS)
+                        await changed()
+        except TimeoutError:
+            found = hold(Fetched(None))
+            return MissReason.STORE_DOWN if found is None else found
+
+    async def bring_each(
+        self,
+        addresses: Sequence[QualifiedKey],
+        settle: Callable[[list[tuple[QualifiedKey, Fetched]]], None],
+    ) -> None:
+        """Fetch absent keys; call `settle` with those that came or are missing, as they do.
+
+        What came is pinned during that call only.
+        """
+        came: asyncio.Queue[_Fetch] = asyncio.Queue()
+        with self._joined(addresses) as fetches:
+            for fetch in fetches:
+                fetch.done.add_done_callback(partial(_put, came, fetch))
+            while fetches:
+                settled = [await came.get()]
+                while not came.empty():
+                    settled.append(came.get_nowait())
+                settle([(fetch.address, fetch.done.result()) for fetch in settled])
+                for fetch in settled:
+                    fetches.remove(fetch)
+                    self._leave(fetch)
+
+    def missing(self, address: QualifiedKey) -> MaybeMissed:
+        """Why no node has the key, if that is known without a call of the store; else ""."""
+        if address in self._fetches:
+            return ""
+        found = self.locator.cached(address)
+        return "" if found is None else found.reason
+
+    def arrived(self, address: QualifiedKey) -> None:
+        """A client of this node inserted the key."""
+        fetch = self._fetches.get(address)
+        if fetch is not None:
+            self._settle(fetch, Fetched(None))
+
+    def published(self, address: QualifiedKey, *, located: bool) -> None:
+        """A reply of the store showed that the key is stored: an earlier "absent" is out of
+        date. `located`: the locator got the record from that reply."""
+        if not located:
+            self.locator.forget(address)
+        fetch = self._fetches.get(address)
+        if fetch is not None:
+            fetch.is_doubted = True
+
+    # -- has_caches
+
+    def contains(self, request: Contains) -> tuple[list[bool], list[int]]:
+        """What is known without a call of the store, and the positions of what is not."""
+        present = self.shelf.holds_each([(request.namespace, key) for key in request.keys])
+        away = [index for index, here in enumerate(present) if not here]
+        known = self.locator.known(request.namespace, [request.keys[index] for index in away])
+        for index, held in zip(away, known, strict=True):
+            present[index] = bool(held)
+        return present, [index for index, held in zip(away, known, strict=True) if held is None]
+
+    async def look_up(self, request: Contains, present: list[bool], unknown: list[int]) -> None:
+        """Complete what `contains` returned, as far as the request's budget allows."""
+        addresses = [(request.namespace, request.keys[index]) for index in unknown]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(request.budget_seconds):
+                for index, found in zip(unknown, await self.locator.locate(addresses), strict=True):
+                    present[index] = bool(found.sources)
+
+    # -- fetches
+
+    @contextmanager
+    def _joined(self, addresses: Sequence[QualifiedKey]) -> Iterator[set[_Fetch]]:
+        """The fetches of these distinct keys; those that are not running begin. Who is done with
+        one before the end of the `with` block takes it out of the set and leaves it."""
+        joined, begun = set(), []
+        for address in addresses:
+            fetch = self._fetches.get(address)
+            if fetch is None:
+                fetch = _Fetch(address, self.loop.create_future(), self.loop.create_future())
+                begun.append(fetch)
+                if not is_handoff(address[1]):
+                    self._fetches[address] = fetch
+            fetch.readers += 1
+            joined.add(fetch)
+        if begun:
+            task = self.loop.create_task(self._locate(begun))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        try:
+            yield joined
+        finally:
+            for fetch in joined:
+                self._leave(fetch)
+
+    def _leave(self, fetch: _Fetch) -> None:
+        fetch.readers -= 1
+        if not fetch.readers and fetch.done.done():
+            self._release(fetch.done.result())
+
+    async def _locate(self, fetches: list[_Fetch]) -> None:
+        try:
+            while fetches:
+                located = await self.locator.locate([fetch.address for fetch in fetches])
+                fetches = [
+                    fetch
+                    for fetch, found in zip(fetches, located, strict=True)
+                    if not self._begin(fetch, found)
+                ]
+        finally:  # a bug, or the node shuts down
+            for fetch in fetches:
+                if not fetch.done.done():
+                    self._settle(fetch, Fetched(None, MissReason.STORE_DOWN))
+
+    def _begin(self, fetch: _Fetch, found: Located) -> bool:
+        """Begin the transfer, or settle a miss. Returns False if the look-up must be repeated."""
+        if fetch.done.done():
+            return True  # inserted here meanwhile
+        was_doubted, fetch.is_doubted = fetch.is_doubted, False
+        if found.sources and found.record is not None:
+            fetch.nbytes.set_result(found.record.nbytes)
+            transfer = self.fetcher.fetch(fetch.address, found, loan=is_handoff(fetch.address[1]))
+            transfer.add_done_callback(lambda done: self._fetched(fetch, done.result()))
+            return True
+        if not was_doubted:
+            self._settle(fetch, Fetched(None, found.reason))
+        return not was_doubted
+
+    def _fetched(self, fetch: _Fetch, fetched: Fetched) -> None:
+        if fetched.reason == MissReason.STALE:
+            self.locator.forget(fetch.address)
+        if fetch.done.done():
+            self._release(fetched)
+        else:
+            self._settle(fetch, fetched)
+
+    def _settle(self, fetch: _Fetch, fetched: Fetched) -> None:
+        if self._fetches.get(fetch.address) is fetch:
+            del self._fetches[fetch.address]
+        if not fetch.nbytes.done():
+            fetch.nbytes.set_result(None)
+        fetch.done.set_result(fetched)
+        if not fetch.readers:
+            self._release(fetched)
+
+    def _release(self, fetched: Fetched) -> None:
+        if fetched.held is not None:
+            self.shelf.release([fetched.held.ticket], FETCH_OWNER)
+
+
+def _put(came: "asyncio.Queue[_Fetch]", fetch: _Fetch, _: object) -> None:
+    came.put_nowait(fetch)

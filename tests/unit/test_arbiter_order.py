@@ -1,0 +1,119 @@
+"""Claims at a store without a mirror: the order of calls; servers that hang, fail or are slow."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+from lookup_buffer.node.arbiter import CLOSE_SECONDS, Arbiter, Decision
+from lookup_buffer.node.breaker import FAILURES_TO_OPEN
+from store import ClaimAnswer, Claiming, ClaimState, Releasing, StoreUnavailable
+from virtual_loop import VirtualLoop
+
+
+class Store:
+    """Each server, named by the first letter of a key, takes `seconds` for a call."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.error: dict[str, Exception] = {}
+        self.done: list[str] = []
+        self.calls = 0
+
+    async def claim(self, namespace: str, key: str, **fields: Any) -> ClaimAnswer:
+        await self._call(key)
+        return ClaimAnswer(True, fields["holder"], fields["state"], 1.0)
+
+    async def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
+        for one in releasings:
+            await self._call(one.key)
+        return [True] * len(releasings)
+
+    async def _call(self, key: str) -> None:
+        self.calls += 1
+        await asyncio.sleep(self.seconds.get(key[0], 0.0))
+        if key[0] in self.error:
+            raise self.error[key[0]]
+        self.done.append(key)
+
+
+class Node:
+    """The locator of a node without a mirror."""
+
+    claims = None
+
+    def __init__(self) -> None:
+        self.loop = VirtualLoop()
+        self.here = Store()
+        parts: Any = self
+        self.arbiter = Arbiter(self.loop, parts)
+        self.decided: list[Decision | None] = []
+
+    async def store(self) -> Any:
+        return self.here
+
+    def place_of(self, address: tuple[str, str]) -> str:
+        return address[1][0]
+
+    def claim(self, key: str) -> None:
+        claiming = Claiming("ns", key, "holder", "token", ClaimState.INTENT, 1.0)
+        self.arbiter.claim(claiming, self.decided.append)
+
+    def release(self, key: str) -> None:
+        self.arbiter.release([Releasing("ns", key, "token")], lambda _: None)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float) -> None:
+        task = self.loop.create_task(coroutine)
+        self.loop.run(seconds)
+        assert task.done()
+
+
+def test_calls_of_a_server_keep_their_order_and_wait_for_no_other_server() -> None:
+    node = Node()
+    node.here.seconds = {"s": 1.0, "f": 0.01}
+    for n in range(5):
+        node.claim(f"s{n}")
+        node.release(f"s{n}")
+        node.claim(f"f{n}")
+    node.loop.run(0.1)
+    assert node.here.done == [f"f{n}" for n in range(5)]
+    node.loop.run(20.0)
+    assert node.here.done[5:] == [f"s{n // 2}" for n in range(10)]
+
+
+def test_a_server_that_fails_is_not_called_for_a_while_and_others_are() -> None:
+    node = Node()
+    node.here.error["d"] = StoreUnavailable("down")
+    for n in range(2 * FAILURES_TO_OPEN):
+        node.claim(f"d{n}")
+    node.claim("l")
+    node.loop.run(0.01)
+    assert node.here.calls == FAILURES_TO_OPEN + 1
+    assert node.decided.count(None) == 2 * FAILURES_TO_OPEN
+    assert node.here.done == ["l"]
+
+
+def test_an_error_of_one_call_does_not_stop_the_others() -> None:
+    node = Node()
+    node.here.error["k"] = ZeroDivisionError()
+    node.claim("k")
+    node.claim("k")
+    while len(node.decided) < 2:
+        with suppress(ZeroDivisionError):  # which the loop's owner is told
+            node.loop.run(0.001)
+    assert node.decided == [None, None], "answered: the claim is granted without the store"
+    del node.here.error["k"]
+    node.claim("k")
+    with suppress(ZeroDivisionError):
+        node.loop.run(0.001)
+    node.loop.run(0.001)
+    assert node.here.done == ["k"]
+
+
+def test_the_end_waits_for_pending_calls_and_not_for_a_server_that_hangs() -> None:
+    node = Node()
+    node.here.seconds = {"h": 1e6, "k": 0.5}
+    for key in ("h", "h", "k"):
+        node.release(key)
+    node.run(node.arbiter.close(), CLOSE_SECONDS)
+    assert node.here.done == ["k"]

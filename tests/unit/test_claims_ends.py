@@ -1,0 +1,131 @@
+"""Claims in virtual time: what a cancelled or ended request leaves; a store that does not answer.
+
+The store and the way to it are those of `virtual_nodes`.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from cancelling import cancel_at_each_wait
+from lookup_buffer.node.counters import UNASKED
+from lookup_buffer.protocol.messages import Claim, ClaimAll, ClaimOutcome, Encoding, Unclaim
+from virtual_loop import VirtualLoop
+from virtual_nodes import NAMESPACE, Store, VirtualNode
+
+LONG_SECONDS = 100.0
+
+
+class Pair:
+    """Two nodes at one store."""
+
+    def __init__(self) -> None:
+        self.loop = VirtualLoop()
+        self.store = Store(self.loop)
+        chance = random.Random(1)
+        self.here, self.there = (VirtualNode(name, self.store, chance) for name in "ab")
+
+    def claim_of(self, *keys: str, node: VirtualNode | None = None, number: int = 1) -> list[str]:
+        """Ask for a set; the outcomes of its events, as they come."""
+        events: list[str] = []
+        request = ClaimAll(number, NAMESPACE, list(keys), LONG_SECONDS)
+        (node or self.here).handle(request, lambda event: events.append(event["outcome"]))
+        return events
+
+    def at_rest(self) -> None:
+        """After all leases nothing is held, watched or waited for."""
+        self.loop.run(LONG_SECONDS)
+        assert all(self.store.holder(key) is None for key in list(self.store.claims))
+        for node in (self.here, self.there):
+            assert node.is_at_rest
+            assert len(node.claims.held) == 0
+            assert not node.session.anchor.tasks
+            assert not node.claims.waiting._waiters
+        assert not self.store.watches
+
+
+def claim(key: str, state: str = "encoding", wait_seconds: float = 5.0) -> Claim:
+    return Claim(1, NAMESPACE, key, 1.0, state, wait_seconds)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_claim_that_is_cancelled_at_any_wait_leaves_nothing(is_held: bool) -> None:
+    pair = Pair()
+    session: Any = pair.here.session
+
+    async def check() -> None:
+        await settle(pair)
+        if is_held:
+            pair.claim_of("k", node=pair.there)
+
+    async def settle(pair: Pair) -> None:
+        await asyncio.sleep(10.0)
+        assert len(pair.here.claims.held) == 0
+        assert not pair.here.claims.waiting._waiters
+
+    if is_held:
+        pair.claim_of("k", node=pair.there)
+    waits = run(pair, lambda: pair.here.claims.claim(session, claim("k")), check)
+    assert waits >= (2 if is_held else 1)
+    pair.at_rest()
+
+
+def run(pair: Pair, make: Callable[[], Coroutine[Any, Any, Any]], check: Callable[[], Any]) -> int:
+    task = pair.loop.create_task(cancel_at_each_wait(make, check))
+    pair.loop.run(1000.0)
+    return task.result()
+
+
+def test_a_session_that_ends_at_its_event_leaves_no_watch() -> None:
+    """Sending fails then, which ends the session in the middle of the attempt."""
+    pair = Pair()
+    assert pair.claim_of("k", node=pair.there) == []
+    pair.loop.run(0.1)
+    events: list[str] = []
+
+    def tell(event: dict[str, Any]) -> None:
+        events.append(event["outcome"])
+        pair.here.end()
+
+    pair.here.handle(ClaimAll(1, NAMESPACE, ["k"], LONG_SECONDS), tell)
+    pair.loop.run(0.2)
+    assert events == [ClaimOutcome.PENDING]
+    assert not pair.store.watches
+    pair.at_rest()
+
+
+def test_a_wait_that_is_given_up_takes_no_claim_from_the_next_request() -> None:
+    """Both have the same fencing token: a release after the second one's grant would end it."""
+    for milliseconds in range(40):
+        pair = Pair()
+        first = pair.claim_of("a", "k")
+        pair.loop.run(milliseconds / 1000)
+        pair.here.handle(Unclaim(2, NAMESPACE, [], 1), lambda _: None)
+        second = pair.claim_of("k", number=3)
+        pair.loop.run(0.8)
+        assert (first in ([], ["granted"]), second) == (True, ["granted"])
+        assert pair.store.holder("k") is pair.here
+        pair.at_rest()
+
+
+def test_messages_of_a_session_precede_attempts() -> None:
+    pair = Pair()
+    sets = [pair.claim_of(f"k{n}", number=n) for n in range(1, 30)]
+    pair.here.handle(Encoding(50, NAMESPACE, ["e"], 5.0), lambda _: None)
+    while pair.store.holder("e") is None:
+        pair.loop.run(0.001)
+    assert [] in sets, "most attempts come later"
+    pair.at_rest()
+
+
+def test_a_store_that_does_not_answer_grants_every_claim() -> None:
+    pair = Pair()
+    pair.here.to_store.send = lambda *_: None  # type: ignore[method-assign]
+    session: Any = pair.here.session
+    task = pair.loop.create_task(pair.here.claims.claim(session, claim("k")))
+    pair.loop.run(1.0)
+    assert (task.result().outcome, task.result().counted) == (ClaimOutcome.GRANTED, UNASKED)
+    pair.at_rest()

@@ -1,0 +1,317 @@
+"""Reads alone: single flight, waits, look-ups that are repeated, and cancellation at each wait.
+
+The shelf is real. The locator and the transfer are stand-ins, which answer when the test says so.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from cancelling import cancel_at_each_wait
+from lookup_buffer.errors import BufferFull, MissReason
+from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.locate import Located
+from lookup_buffer.node.read import Reads
+from lookup_buffer.node.session import Session
+from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.node.transfer import FETCH_OWNER, Fetched
+from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.protocol.header import TensorHeader
+from store import Location, Record
+
+NAMESPACE = "f" * 64
+SHARED, HANDOFF = (NAMESPACE, "k"), (NAMESPACE, "k@r")
+NBYTES = 100
+LOCAL = 7
+"""The owner of the pin of an insert on this node."""
+
+
+def at(address: QualifiedKey) -> Located:
+    record = Record(*address, "uint8", (NBYTES,), NBYTES, "tensor", 1.0)
+    return Located(record, ((Location("node", "boot", 1, 1), "tcp://127.0.0.1:1"),))
+
+
+def nowhere(_: QualifiedKey) -> Located:
+    return Located(None, (), MissReason.ABSENT)
+
+
+class Locator:
+    """Answers by `found`, after one turn of the loop for each of `turns`."""
+
+    def __init__(self) -> None:
+        self.found: Callable[[QualifiedKey], Located] = nowhere
+        self.turns = 1
+        self.looks = 0
+        self.forgotten: list[QualifiedKey] = []
+        self.watches: list[Callable[[], None]] = []
+
+    async def locate(self, addresses: Sequence[QualifiedKey]) -> list[Located]:
+        self.looks += 1
+        found = [self.found(address) for address in addresses]
+        for _ in range(self.turns):
+            await asyncio.sleep(0)
+        return found
+
+    def cached(self, address: QualifiedKey) -> None:
+        return None
+
+    def forget(self, address: QualifiedKey) -> None:
+        self.forgotten.append(address)
+
+    def watch(self, address: QualifiedKey, notify: Callable[[], None]) -> Callable[[], None]:
+        self.watches.append(notify)
+        return partial(self.watches.remove, notify)
+
+
+class Transfers:
+    """Lands an item after `turns` turns of the loop, or fails for `reason`."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self.shelf = shelf
+        self.turns = 3
+        self.reason: MissReason | None = None
+        self.asked: list[QualifiedKey] = []
+
+    def fetch(
+        self, address: QualifiedKey, located: Located, *, loan: bool
+    ) -> "asyncio.Future[Fetched]":
+        self.asked.append(address)
+        return asyncio.ensure_future(self._land(address, loan=loan))
+
+    async def _land(self, address: QualifiedKey, *, loan: bool) -> Fetched:
+        for _ in range(self.turns):
+            await asyncio.sleep(0)
+        if self.reason is not None:
+            return Fetched(None, self.reason)
+        item = reserve(self.shelf, address, loan=loan)
+        return Fetched(Held(self.shelf.commit(item, 1, FETCH_OWNER), item))
+
+
+def reserve(shelf: Shelf, address: QualifiedKey, *, loan: bool = False) -> Any:
+    header = TensorHeader("uint8", (NBYTES,), NBYTES)
+    if loan:
+        return shelf.reserve_loan(address, header, origin="node")
+    return shelf.reserve(address, header, origin="node", ttl_seconds=None)
+
+
+class Node:
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        parts: Any = (Locator(), Shelf(1 << 20, lambda _address, _reason: None))
+        self.locator, self.shelf = parts
+        transfers: Any = Transfers(self.shelf)
+        self.transfers: Transfers = transfers
+        self.waiting = Waiting(loop, self.locator)
+        self.counters = Counters()
+        self.reads = Reads(loop, self.shelf, self.locator, transfers, self.waiting, self.counters)
+        anchor: Any = None
+        self.session = Session(1, anchor, None)
+
+    def bring(
+        self, address: QualifiedKey, wait_seconds: float = 0.0
+    ) -> Coroutine[Any, Any, Held | MissReason]:
+        hold = partial(self.reads.hold_fetched, self.session, address)
+        return self.reads.bring(address, wait_seconds, hold)
+
+    def insert(self, address: QualifiedKey) -> None:
+        """As `Intake`: the item is pinned while its readers are told."""
+        ticket = self.shelf.commit(reserve(self.shelf, address), 1, LOCAL)
+        self.reads.arrived(address)
+        self.waiting.arrived(address)
+        self.shelf.release([ticket], LOCAL)
+
+    async def rest(self) -> None:
+        """What no request awaits comes to its end. Then nothing is held."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+        gauges = self.shelf.gauges()
+        assert (gauges.pins, gauges.reserved_bytes) == (0, 0)
+        assert not self.reads._fetches
+        assert not self.waiting._waiters
+        assert not self.locator.watches
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    def release(self, *held: Held | MissReason) -> None:
+        for one in held:
+            assert isinstance(one, Held)
+            self.shelf.release([one.ticket], self.session.id)
+
+
+def run(test: Callable[[Node], Coroutine[Any, Any, None]]) -> None:
+    async def whole() -> None:
+        node = Node()
+        await test(node)
+        await node.rest()
+
+    asyncio.run(whole())
+
+
+def test_all_readers_of_a_shared_key_share_one_transfer() -> None:
+    async def test(node: Node) -> None:
+        node.locator.found = at
+        held = await asyncio.gather(*(node.bring(SHARED) for _ in range(5)))
+        assert (node.transfers.asked, node.locator.looks) == ([SHARED], 1)
+        assert len({one.item.offset for one in held if isinstance(one, Held)}) == 1
+        node.release(*held)
+        assert node.shelf.holds(SHARED), "it stays, for later readers"
+
+    run(test)
+
+
+def test_each_reader_of_a_hand_off_gets_a_copy_of_its_own() -> None:
+    async def test(node: Node) -> None:
+        node.locator.found = at
+        held = await asyncio.gather(*(node.bring(HANDOFF) for _ in range(5)))
+        assert node.transfers.asked == [HANDOFF] * 5
+        assert len({one.item.offset for one in held if isinstance(one, Held)}) == 5
+        node.release(*held)
+        assert node.shelf.gauges().used_bytes == 0, "no copy stays"
+
+    run(test)
+
+
+def test_an_insert_of_this_node_ends_a_look_up() -> None:
+    async def test(node: Node) -> None:
+        node.locator.turns = 10
+        reading = asyncio.ensure_future(node.bring(SHARED))
+        await asyncio.sleep(0)
+        node.insert(SHARED)
+        node.release(await reading)
+
+    run(test)
+
+
+@pytest.mark.parametrize("inserted", [True, False])
+def test_a_waiting_read_ends_with_an_insert_or_a_publication(inserted: bool) -> None:
+    async def test(node: Node) -> None:
+        reading = asyncio.ensure_future(node.bring(SHARED, wait_seconds=60.0))
+        while not node.locator.watches:
+            await asyncio.sleep(0)
+        if inserted:
+            node.insert(SHARED)
+        else:
+            node.locator.found = at
+            node.locator.watches[0]()
+        node.release(await reading)
+
+    run(test)
+
+
+@pytest.mark.parametrize("found", [at, nowhere])
+def test_a_key_published_during_its_look_up_is_looked_up_again(
+    found: Callable[[QualifiedKey], Located],
+) -> None:
+    async def test(node: Node) -> None:
+        node.locator.turns = 5
+        readings = [asyncio.ensure_future(node.bring(SHARED)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        node.reads.published(SHARED, located=False)
+        node.locator.found = found
+        results = await asyncio.gather(*readings)
+        assert (node.locator.looks, node.locator.forgotten) == (2, [SHARED])
+        if found is at:
+            node.release(*results)
+        else:
+            assert results == [MissReason.ABSENT] * 2
+
+    run(test)
+
+
+def test_a_stale_location_is_read_again_at_the_next_request() -> None:
+    async def test(node: Node) -> None:
+        node.locator.found, node.transfers.reason = at, MissReason.STALE
+        assert await node.bring(SHARED) is MissReason.STALE
+        assert node.locator.forgotten == [SHARED]
+
+    run(test)
+
+
+def test_a_store_that_hangs_is_a_miss_soon_after_the_deadline() -> None:
+    async def test(node: Node) -> None:
+        node.locator.turns = 1 << 30
+        began = asyncio.get_running_loop().time()
+        assert await node.bring(SHARED) is MissReason.STORE_DOWN
+        assert asyncio.get_running_loop().time() - began < 10.0
+        for task in node.reads._tasks:
+            task.cancel()
+
+    run(test)
+
+
+def test_an_error_of_a_pin_is_the_readers_alone() -> None:
+    async def test(node: Node) -> None:
+        node.locator.found = at
+
+        def full(_: Fetched) -> None:
+            raise BufferFull("no room")
+
+        refused = asyncio.ensure_future(node.reads.bring(SHARED, 0.0, full))
+        node.release(await node.bring(SHARED))
+        with pytest.raises(BufferFull):
+            await refused
+
+    run(test)
+
+
+def test_many_keys_are_settled_as_they_come_and_held_no_longer() -> None:
+    async def test(node: Node) -> None:
+        addresses = [(NAMESPACE, f"k{n}") for n in range(10)]
+        node.locator.found = lambda each: at(each) if each[1] != "k3" else nowhere(each)
+        came: list[tuple[QualifiedKey, str]] = []
+
+        def settle(settled: list[tuple[QualifiedKey, Fetched]]) -> None:
+            came.extend((address, fetched.reason) for address, fetched in settled)
+
+        await node.reads.bring_each(addresses, settle)
+        assert (node.locator.looks, len(came)) == (1, 10)
+        assert came[0] == (addresses[3], "absent"), "the miss does not wait for the transfers"
+        assert {reason for _, reason in came[1:]} == {""}
+
+    run(test)
+
+
+@pytest.mark.parametrize("address", [SHARED, HANDOFF])
+@pytest.mark.parametrize("found", [at, nowhere])
+@pytest.mark.parametrize("wait_seconds", [0.0, 0.01])
+def test_a_read_that_is_cancelled_at_any_wait_leaves_nothing(
+    address: QualifiedKey, found: Callable[[QualifiedKey], Located], wait_seconds: float
+) -> None:
+    async def test(node: Node) -> None:
+        node.locator.found = found
+
+        async def read() -> None:
+            held = await node.bring(address, wait_seconds)
+            if isinstance(held, Held):
+                node.release(held)
+
+        async def check() -> None:
+            await node.rest()
+            node.shelf.remove_namespace(NAMESPACE, "test")
+
+        waits = await cancel_at_each_wait(read, check)
+        assert waits >= (2 if found is at or wait_seconds else 1)
+
+    run(test)
+
+
+def test_a_read_of_many_that_is_cancelled_at_any_wait_leaves_nothing() -> None:
+    async def test(node: Node) -> None:
+        node.locator.found = lambda each: at(each) if each[1] != "k1@r" else nowhere(each)
+        addresses = [(NAMESPACE, f"k{n}@r") for n in range(3)]
+
+        async def check() -> None:
+            await node.rest()
+
+        assert (
+            await cancel_at_each_wait(
+                lambda: node.reads.bring_each(addresses, lambda _: None), check
+            )
+            >= 2
+        )
+
+    run(test)
