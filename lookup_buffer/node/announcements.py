@@ -14,12 +14,11 @@ publisher's reports. Runs on the loop's thread.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
-from lookup_buffer.errors import LookupBufferError, NodeUnavailable
+from lookup_buffer.errors import NodeUnavailable
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.directory import Directory
@@ -44,26 +43,11 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Announcement:
+class _Insert:
+    """One insert that waits for the confirmation."""
+
     item: Item
-    until: float
-    done: Callable[[InsertOutcome | LookupBufferError], None]
-    timer: asyncio.TimerHandle | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Contest:
-    """The record of a key names another node instead of this one."""
-
-    address: QualifiedKey
-    published: bool = False
-    """Our location was sent to the store again, and the store has not answered yet."""
-    unanswered: int = 0
-    locating: asyncio.Task[None] | None = None
-    void: list[Location] = field(default_factory=list)
-    """Locations of nodes that no longer have the key."""
-    unsure: bool = False
-    lost_to: str = ""
+    outcome: "asyncio.Future[InsertOutcome]"
 
 
 @dataclass(slots=True)
@@ -77,138 +61,127 @@ class Announcements:
     identity: Identity
     registrar: Registrar
     counters: Counters
-    _waiting: dict[QualifiedKey, list[_Announcement]] = field(default_factory=dict)
-    _contests: dict[QualifiedKey, _Contest] = field(default_factory=dict)
+    _inserts: dict[QualifiedKey, list[_Insert]] = field(default_factory=dict)
+    _contests: dict[QualifiedKey, "asyncio.Task[None]"] = field(default_factory=dict)
+    """Keys whose record names another node instead of this one."""
+    _published: dict[QualifiedKey, "asyncio.Future[None]"] = field(default_factory=dict)
+    """Contests whose location was sent to the store again: set by its next report."""
 
-    def announce(
-        self, item: Item, until: float, done: Callable[[InsertOutcome | LookupBufferError], None]
-    ) -> None:
-        """Confirm the ownership of `item`, which was just committed. Calls `done` with the
-        outcome: STORED, or EXISTS after the item was dropped because another node has it. If
-        that node does not answer until `until`, the outcome is an error."""
-        one = _Announcement(item, max(until, self.loop.time() + INSERT_LEAST_SECONDS), done)
-        self._waiting.setdefault(item.address, []).append(one)
-        self.handoffs.hold_back(item.address)
-        self._wait(one)
+    async def confirm(self, item: Item, until: float) -> InsertOutcome:
+        """Confirm the ownership of `item`, which was just committed.
+
+        Returns STORED, or EXISTS after the item was dropped because another node has it.
+
+        Raises:
+            NodeUnavailable: that node does not answer until `until`, by the loop's clock.
+        """
+        until = max(until, self.loop.time() + INSERT_LEAST_SECONDS)
+        one, address = _Insert(item, self.loop.create_future()), item.address
+        self._inserts.setdefault(address, []).append(one)
+        self.handoffs.hold_back(address)
+        try:
+            while not await self._is_settled(one):
+                is_late = self.loop.time() >= until
+                if address not in self._contests:
+                    if is_late or self.registrar.failing or item.gone:
+                        return InsertOutcome.STORED
+                elif is_late:
+                    self.shelf.remove(item, GoneReason.ELSEWHERE)
+                    raise NodeUnavailable(
+                        f"{address[1]} was not stored: the store names another node as its "
+                        "owner, which does not answer; insert it again"
+                    )
+            return one.outcome.result()
+        finally:
+            self._leave(one)
 
     def handle_reports(self, reports: Sequence[Report]) -> None:
         """Take the store's results for the hand-offs of one batch."""
         for address, generation, outcome in reports:
+            published = self._published.pop(address, None)
             if outcome is Publication.OWNED:
-                self._contend(address)
+                if published is not None:  # another node published first
+                    published.set_result(None)
+                elif address not in self._contests:
+                    self._contests[address] = self.loop.create_task(self._contend(address))
                 continue
-            self._contests.pop(address, None)
-            for one in list(self._waiting.get(address, ())):
-                if one.item.generation <= generation:
-                    self._settle(one, InsertOutcome.STORED)
+            self._end_contest(address)
+            for one in list(self._inserts.get(address, ())):
+                if one.item.generation <= generation and not one.outcome.done():
+                    one.outcome.set_result(InsertOutcome.STORED)
 
-    def _wait(self, one: _Announcement) -> None:
-        address = one.item.address
-        contested, late = address in self._contests, self.loop.time() >= one.until
-        if contested and late:
-            self.shelf.remove(one.item, "elsewhere")
-            self._settle(
-                one,
-                NodeUnavailable(
-                    f"{address[1]} was not stored: the store names another node as its "
-                    "owner, which does not answer; insert it again"
-                ),
-            )
-            if address not in self._waiting:  # else a newer insert of the key continues
-                self._contests.pop(address, None)
-        elif not contested and (late or self.registrar.failing or one.item.gone):
-            self._settle(one, InsertOutcome.STORED)
-        else:
-            one.timer = self.loop.call_later(LOOK_SECONDS, self._wait, one)
+    async def _is_settled(self, one: _Insert) -> bool:
+        """Wait for the outcome, but not long."""
+        await asyncio.wait([one.outcome], timeout=LOOK_SECONDS)
+        return one.outcome.done()
 
-    def _settle(self, one: _Announcement, outcome: InsertOutcome | LookupBufferError) -> None:
+    def _leave(self, one: _Insert) -> None:
         address = one.item.address
-        waiting = self._waiting[address]
-        waiting.remove(one)
-        if one.timer is not None:
-            one.timer.cancel()
-        if not waiting:
-            del self._waiting[address]
+        inserts = self._inserts[address]
+        inserts.remove(one)
+        if not inserts:
+            del self._inserts[address]
             self.handoffs.arrived(address)
-        one.done(outcome)
+            if not one.outcome.done():  # no insert waits for the contest any more
+                self._end_contest(address)
 
     # -- another node's location is present
 
-    def _contend(self, address: QualifiedKey) -> None:
-        contest = self._contests.get(address)
-        if contest is None:
-            self._look(self._contests.setdefault(address, _Contest(address)))
-        elif contest.published:  # another node published first
-            self._look(contest)
+    def _end_contest(self, address: QualifiedKey) -> None:
+        contest = self._contests.pop(address, None)
+        if contest is not None:
+            contest.cancel()
 
-    def _look(self, contest: _Contest) -> None:
-        if self._is_over(contest):
-            return
-        if self.shelf.peek(contest.address) is None:
-            self._contests.pop(contest.address, None)  # our item is gone
-            return
-        contest.published = False
-        contest.unsure, contest.void = False, []
-        self.locator.forget(contest.address)
-        contest.locating = self.loop.create_task(self._locate(contest))
+    async def _contend(self, address: QualifiedKey) -> None:
+        """Until the store names this node (then the task is cancelled), or the item is gone."""
+        try:
+            while self.shelf.peek(address) is not None:
+                others = await self._others(address)
+                fates = await asyncio.gather(*(self._ask(address, at) for at in others))
+                holders = [
+                    at.node
+                    for at, fate in zip(others, fates, strict=True)
+                    if fate.state == "present"
+                ]
+                if holders:
+                    self._lose(address, holders[-1])
+                    return
+                if UNREACHED in fates or not others:  # not others: the store may not answer
+                    await asyncio.sleep(AGAIN_SECONDS)
+                if UNREACHED not in fates:
+                    published = self._published[address] = self.loop.create_future()
+                    self.registrar.changed(address, "", void=tuple(others))
+                    await published
+        finally:
+            self._published.pop(address, None)
+            if self._contests.get(address) is asyncio.current_task():
+                del self._contests[address]
 
-    async def _locate(self, contest: _Contest) -> None:
-        record = (await self.locator.locate([contest.address]))[0].record
-        locations = () if record is None else record.locations
-        others = [at for at in locations if at.node != self.identity.node and not at.is_offer]
-        contest.unanswered = len(others)
-        if not others:  # withdrawn meanwhile, or the store does not answer
-            self.loop.call_later(AGAIN_SECONDS, self._publish, contest)
-        for location in others:
-            self._ask(contest, location)
+    async def _others(self, address: QualifiedKey) -> list[Location]:
+        """The other nodes that the record names now."""
+        self.locator.forget(address)
+        (located,) = await self.locator.locate([address])
+        locations = () if located.record is None else located.record.locations
+        return [at for at in locations if at.node != self.identity.node and not at.is_offer]
 
-    def _ask(self, contest: _Contest, location: Location) -> None:
-        answered = partial(self._answered, contest, location)
+    async def _ask(self, address: QualifiedKey, location: Location) -> Answer:
+        """Whether that node has the key: present or absent; else its fate."""
         endpoint = self.directory.endpoint(location)
-        if endpoint is not None:
-            owner = self.owners.at(location, endpoint)
-            owner.ask(Holds(self.owners.next_number(), *contest.address), answered)
-        else:
-            answered(GONE if self.directory.is_dead(location) else UNREACHED)
+        if endpoint is None:
+            return GONE if self.directory.is_dead(location) else UNREACHED
+        owner = self.owners.at(location, endpoint)
+        return await owner.ask(Holds(self.owners.next_number(), *address))
 
-    def _answered(self, contest: _Contest, location: Location, answer: Answer) -> None:
-        if self._is_over(contest):
-            return
-        contest.unanswered -= 1
-        if answer.state == "present":
-            contest.lost_to = location.node
-        elif answer is UNREACHED:
-            contest.unsure = True
-        else:
-            contest.void.append(location)
-        if contest.unanswered:
-            return
-        if contest.lost_to:
-            self._lose(contest)
-        elif contest.unsure:
-            self.loop.call_later(AGAIN_SECONDS, self._look, contest)
-        else:
-            self._publish(contest)
-
-    def _is_over(self, contest: _Contest) -> bool:
-        """Whether its insert waits no longer, or the store now names this node."""
-        return self._contests.get(contest.address) is not contest
-
-    def _publish(self, contest: _Contest) -> None:
-        contest.published = True
-        self.registrar.changed(contest.address, "", void=tuple(contest.void))
-
-    def _lose(self, contest: _Contest) -> None:
-        address = contest.address
-        self._contests.pop(address, None)
+    def _lose(self, address: QualifiedKey, holder: str) -> None:
         item = self.shelf.peek(address)
         if item is not None:
             self.counters.add("handoffs_elsewhere")
             _log.warning(
                 "hand-off dropped: %s, generation %d, namespace %s: node %s already has this key; "
                 "its producer gets 'exists'",
-                address[1], item.generation, address[0], contest.lost_to,
+                address[1], item.generation, address[0], holder,
             )  # fmt: skip
             self.shelf.remove(item, GoneReason.ELSEWHERE)
-        for one in list(self._waiting.get(address, ())):
-            self._settle(one, InsertOutcome.EXISTS)
+        for one in list(self._inserts.get(address, ())):
+            if not one.outcome.done():
+                one.outcome.set_result(InsertOutcome.EXISTS)

@@ -9,13 +9,12 @@ import asyncio
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.handoffs import Bid, Handoffs, Lease
+from lookup_buffer.node.handoffs import Handoffs, Lease
 from lookup_buffer.protocol.messages import Acknowledge, GiveBack, Holds, Leave, Take, parse
 from lookup_buffer.protocol.sockets import enable_keepalive
 
@@ -28,7 +27,8 @@ class Askers:
     loop: asyncio.AbstractEventLoop
     handoffs: Handoffs
     counters: Counters
-    _bids: dict[Connection, dict[int, Bid]] = field(default_factory=dict)
+    _takes: dict[Connection, dict[int, "asyncio.Task[None]"]] = field(default_factory=dict)
+    """The queued takers of each node, by the id of their `Take`."""
 
     def admit(self, stream: socket.socket, on_end: Callable[[], None]) -> None:
         """Serve requests on `stream` until it ends; then call `on_end`."""
@@ -36,16 +36,16 @@ class Askers:
         def ended(connection: Connection, error: LookupBufferError | None) -> None:
             if isinstance(error, ProtocolError):
                 self.counters.add("protocol_errors")
-            self._bids.pop(connection, None)
+            self._takes.pop(connection, None)
             self.handoffs.end(connection)
             on_end()
 
         enable_keepalive(stream)
         connection = Connection(self.loop, stream, self._on_message, ended)
-        self._bids[connection] = {}
+        self._takes[connection] = {}
 
     def close(self) -> None:
-        for connection in list(self._bids):
+        for connection in list(self._takes):
             connection.end(None)
 
     def _on_message(self, connection: Connection, message: Any) -> None:
@@ -61,39 +61,45 @@ class Askers:
                 held = self.handoffs.holds((request.namespace, request.key))
                 connection.send({"id": request.id, "state": "present" if held else "absent"})
             case Leave() as request:
-                bid = self._bids[connection].pop(request.take, None)
-                if bid is not None:
-                    self.handoffs.cancel(bid)
+                take = self._takes[connection].pop(request.take, None)
+                if take is not None:
+                    take.cancel()
                     connection.send({"id": request.take, "state": "absent"})
             case request:
                 raise ProtocolError(f"{request.op} is not a request between nodes")
 
     def _take(self, connection: Connection, request: Take) -> None:
-        if len(self._bids[connection]) >= BIDS_MAX:
+        takes, address = self._takes[connection], (request.namespace, request.key)
+        if len(takes) >= BIDS_MAX:
             raise ProtocolError(f"more than {BIDS_MAX} takers of one node are queued")
-        bid = self.handoffs.take(
-            (request.namespace, request.key),
-            connection,
-            partial(self._tell, connection, request.id),
-            patient=request.wait_seconds > 0,
-        )
-        if bid is not None:
-            self._bids[connection][request.id] = bid
-
-    def _tell(self, connection: Connection, number: int, lease: Lease | None) -> None:
-        self._bids.get(connection, {}).pop(number, None)
-        if lease is None:
-            connection.send({"id": number, "state": "absent"})
+        lease = self.handoffs.take_now(address, connection)
+        if lease is not None or not request.wait_seconds:
+            _tell(connection, request, lease)
             return
-        item = lease.held.item
-        connection.send(
-            {
-                "id": number,
-                "state": "leased",
-                "token": lease.token,
-                "lease_seconds": lease.seconds,
-                "generation": item.generation,
-                "checksum": item.checksum,
-                "nbytes": item.nbytes,
-            }
-        )
+        take = connection.start(self._queue(connection, request))
+        if take is not None:
+            takes[request.id] = take
+
+    async def _queue(self, connection: Connection, request: Take) -> None:
+        address = (request.namespace, request.key)
+        lease = await self.handoffs.take_queued(address, connection)
+        self._takes[connection].pop(request.id, None)
+        _tell(connection, request, lease)
+
+
+def _tell(connection: Connection, request: Take, lease: Lease | None) -> None:
+    if lease is None:
+        connection.send({"id": request.id, "state": "absent"})
+        return
+    item = lease.held.item
+    connection.send(
+        {
+            "id": request.id,
+            "state": "leased",
+            "token": lease.token,
+            "lease_seconds": lease.seconds,
+            "generation": item.generation,
+            "checksum": item.checksum,
+            "nbytes": item.nbytes,
+        }
+    )

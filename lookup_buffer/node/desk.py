@@ -8,8 +8,9 @@ import asyncio
 import functools
 import os
 from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from lookup_buffer.errors import (
     BufferFull,
@@ -28,7 +29,7 @@ from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
-from lookup_buffer.node.takings import Takings
+from lookup_buffer.node.takes import Taken, Takes
 from lookup_buffer.node.transfer import Fetched
 from lookup_buffer.protocol.messages import (
     Acknowledge,
@@ -57,6 +58,23 @@ from lookup_buffer.protocol.messages import (
     error_reply,
 )
 
+R = TypeVar("R", bound=Request)
+
+
+def _answers_errors(
+    request: Callable[["Desk", Connection, Session, R], Awaitable[None]],
+) -> Callable[["Desk", Connection, Session, R], Coroutine[Any, Any, None]]:
+    """A request that waits, and whose errors the client raises."""
+
+    @functools.wraps(request)
+    async def answered(desk: "Desk", connection: Connection, session: Session, asked: R) -> None:
+        try:
+            await request(desk, connection, session, asked)
+        except LookupBufferError as error:
+            connection.send(error_reply(asked.id, error))
+
+    return answered
+
 
 @dataclass(slots=True)
 class Desk:
@@ -64,7 +82,7 @@ class Desk:
     boot: str
     shelf: Shelf
     reads: Reads
-    takings: Takings
+    takes: Takes
     registrar: Registrar
     claims: Claims
     counters: Counters
@@ -93,7 +111,7 @@ class Desk:
             if not sessions:
                 del self._attached[session.seat.engine_id]
         self.lanes.close(session)
-        self.takings.end(session)
+        self.takes.end(session)
         self.claims.end(session)
 
     def holds_pins(self, session: Session) -> bool:
@@ -121,7 +139,7 @@ class Desk:
             case Acknowledge():
                 self._acknowledge(connection, session, request)
             case GiveBack():
-                self.takings.grants.give_back(session, request.token)
+                self.takes.give_back(session, request.token)
             case Prefetch():
                 self.prefetches.prefetch(session, request)
             case Release():
@@ -205,6 +223,7 @@ class Desk:
         else:
             connection.start(self._bring(connection, session, request))
 
+    @_answers_errors
     async def _bring(self, connection: Connection, session: Session, request: Select) -> None:
         """Fetch an item that is absent here; wait for it if the request says so."""
         address = (request.namespace, request.key)
@@ -213,11 +232,7 @@ class Desk:
             _reply(connection, request, {"fetching": nbytes})
 
         hold = functools.partial(self.reads.hold_fetched, session, address)
-        try:
-            found = await self.reads.bring(address, request.wait_seconds, hold, fetching)
-        except LookupBufferError as error:
-            connection.send(error_reply(request.id, error))
-            return
+        found = await self.reads.bring(address, request.wait_seconds, hold, fetching)
         if isinstance(found, Held):
             self._hand_over(connection, session, request, found)
         else:
@@ -263,29 +278,50 @@ class Desk:
     # -- hand-offs
 
     def _take(self, connection: Connection, session: Session, request: Take) -> None:
-        def answer(held: Held, token: int, lease_seconds: float) -> None:
-            self.counters.hit_handoff(held.item)
-            taken = {"token": token, "lease_seconds": lease_seconds}
-            _reply(connection, request, self._resident(held) | taken)
+        taken = self.takes.take_here(session, request)
+        if taken is not None:
+            self._hand_over_taken(connection, session, request, taken)
+        else:
+            connection.start(self._take_later(connection, session, request))
 
-        def missing(reason: MissReason) -> None:
-            waited = request.wait_seconds and reason != MissReason.OWNER_DEAD
-            self.counters.add(miss(MissReason.TIMEOUT if waited else reason))
-            _reply(connection, request, {"state": "missing", "reason": reason})
-
+    @_answers_errors
+    async def _take_later(self, connection: Connection, session: Session, request: Take) -> None:
         def fetching(nbytes: int) -> None:
             _reply(connection, request, {"fetching": nbytes})
 
-        self.takings.take(connection, session, request, answer, missing, fetching)
+        found = await self.takes.take(session, request, fetching)
+        if isinstance(found, Taken):
+            self._hand_over_taken(connection, session, request, found)
+            return
+        waited = request.wait_seconds and found is not MissReason.OWNER_DEAD
+        self.counters.add(miss(MissReason.TIMEOUT if waited else found))
+        _reply(connection, request, {"state": "missing", "reason": found})
+
+    def _hand_over_taken(
+        self, connection: Connection, session: Session, request: Take, taken: Taken
+    ) -> None:
+        self.counters.hit_handoff(taken.held.item)
+        lease = {"token": taken.token, "lease_seconds": taken.lease_seconds}
+        _reply(connection, request, self._resident(taken.held) | lease)
+        if not connection.open:  # the client will never use that token
+            self.shelf.release([taken.held.ticket], session.id)
+            self.takes.give_back(session, taken.token)
 
     def _acknowledge(self, connection: Connection, session: Session, request: Acknowledge) -> None:
-        def answer(won: bool) -> None:
-            _reply(connection, request, {"won": won})
+        won = self.takes.acknowledge(session, request.token)
+        if won.done():
+            _reply(connection, request, {"won": won.result()})
+        else:
+            connection.start(self._tell_won(connection, request, won))
 
-        self.takings.grants.acknowledge(session, request.token, answer)
+    async def _tell_won(
+        self, connection: Connection, request: Acknowledge, won: "asyncio.Future[bool]"
+    ) -> None:
+        _reply(connection, request, {"won": await asyncio.shield(won)})
 
     # -- claims
 
+    @_answers_errors
     async def _claim(self, connection: Connection, session: Session, request: Claim) -> None:
         _reply(connection, request, (await self.claims.claim(session, request)).to_fields())
 

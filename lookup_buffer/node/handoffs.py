@@ -9,7 +9,7 @@ session or the lease ends. Other takers queue meanwhile.
                ▲               │
                └──given back, taker gone, lease expired
 
-Takers are sessions of this node (`takings`) and connections of other nodes (`askers`). Everything
+Takers are sessions of this node (`takes`) and connections of other nodes (`askers`). Everything
 runs on the loop's thread.
 """
 
@@ -19,6 +19,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
@@ -107,6 +108,35 @@ class Handoffs:
         self.cancel(bid)
         tell(None)
         return None
+
+    def take_now(self, address: QualifiedKey, taker: Hashable) -> Lease | None:
+        """As `take`, without queueing."""
+        leases: list[Lease | None] = []
+        self.take(address, taker, leases.append, patient=False)
+        return leases[0]
+
+    async def take_queued(self, address: QualifiedKey, taker: Hashable) -> Lease | None:
+        """As `take`; queue until there is nothing to wait for on this node."""
+        told: asyncio.Future[Lease | None] = self.loop.create_future()
+        bid = self.take(address, taker, partial(self._tell, told), patient=True)
+        try:
+            return await told
+        except asyncio.CancelledError:
+            if bid is not None:
+                self.cancel(bid)
+            if not told.cancelled():
+                self._give_back_told(told.result())
+            raise
+
+    def _tell(self, told: "asyncio.Future[Lease | None]", lease: Lease | None) -> None:
+        if told.done():  # its taker is being cancelled
+            self._give_back_told(lease)
+        else:
+            told.set_result(lease)
+
+    def _give_back_told(self, lease: Lease | None) -> None:
+        if lease is not None:
+            self.give_back(lease.token)
 
     def cancel(self, bid: Bid) -> None:
         """Leave the queue; `tell` is not called. Idempotent."""

@@ -18,10 +18,9 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
                └─► waiting ─► locate                until a node has it
       desk ─► prefetch ─► read, claims              many keys, an event for each
                └─► lanes ─► pools                   transfers from device to device
-      desk ─► takings ─► handoffs ─► shelf          drop_select of an item of this node
+      desk ─► takes ─► handoffs ─► shelf            drop_select of an item of this node
                ├─► locate, transfer, waiting        of another node's
-               ├─► owners ─► other nodes            its owner; only connecting uses [lb-owner]
-               └─► grants ─► handoffs, owners       acknowledgements
+               └─► owners ─► other nodes            its owner; only connecting uses [lb-owner]
       desk ─► claims ─► arbiter ─► store            claims, over the mirror's connections if any
                └─► held_claims                      what this node's engines hold
       desk, claims, announcements ─► registrar      marks keys as changed, in backlog; so do shelf,
@@ -65,7 +64,6 @@ from lookup_buffer.node.control import Control
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.desk import Desk
 from lookup_buffer.node.directory import Directory
-from lookup_buffer.node.grants import Grants
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.held_claims import HeldClaims
 from lookup_buffer.node.http import HttpProcess
@@ -83,7 +81,7 @@ from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.sightings import Sightings
 from lookup_buffer.node.storage import Storage
-from lookup_buffer.node.takings import Takings
+from lookup_buffer.node.takes import Takes
 from lookup_buffer.node.transfer import Fetcher
 from lookup_buffer.node.vitals import Vitals
 from lookup_buffer.node.waiting import Waiting
@@ -195,9 +193,9 @@ class Node:
             loop, shelf, self._counters, waiting, arrivals, self._claims, self._announcements,
             stored,
         )  # fmt: skip
-        takings = Takings(
-            loop, shelf, handoffs, Grants(loop, handoffs, self._owners), self._owners,
-            self._locator, directory, self._identity, waiting, self._fetcher,
+        takes = Takes(
+            loop, shelf, handoffs, self._owners, self._locator, directory, self._identity,
+            waiting, self._fetcher,
         )  # fmt: skip
         self._registrar.ask_for_devices(self._pools.device_of)
         return Desk(
@@ -205,7 +203,7 @@ class Node:
             boot=self._identity.boot,
             shelf=shelf,
             reads=reads,
-            takings=takings,
+            takes=takes,
             registrar=self._registrar,
             claims=self._claims,
             counters=self._counters,

@@ -3,8 +3,8 @@
 Requests are multiplexed, since a taker may be queued for long. The connection belongs to the loop;
 only connecting uses threads (`lb-owner`). When it ends, its pending requests get `unreached`, and
 the owner gives the leases on it back. A connection that ends or cannot be made does not mean that
-the node is dead; only `directory` judges that. Called by `takings`, `grants` and `announcements` on
-the loop's thread.
+the node is dead; only `directory` judges that. Called by `takes` and `announcements` on the loop's
+thread.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.protocol.auth import connect
 from lookup_buffer.protocol.fields import is_count, is_seconds
-from lookup_buffer.protocol.messages import Leave, Request
+from lookup_buffer.protocol.messages import GiveBack, Leave, Request
 from lookup_buffer.protocol.sockets import enable_keepalive
 from lookup_buffer.times import OWNER_IDLE_SECONDS, PEER_ANSWER_SECONDS, PEER_CONNECT_SECONDS
 from store import Location
@@ -81,8 +81,6 @@ _CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
 GONE: Final = Answer("gone")
 UNREACHED: Final = Answer("unreached")
 
-Tell = Callable[[Answer], None]
-
 
 def again_seconds(failures: int) -> float:
     """The pause before the next attempt, in seconds, after so many failures in a row.
@@ -116,28 +114,28 @@ class Owner:
     _failures: int = 0
     """Connections that failed or ended since the last reply."""
     _not_before: float = 0.0
-    _asked: dict[int, tuple[Request, Tell]] = field(default_factory=dict)
+    _asked: dict[int, tuple[Request, "asyncio.Future[Answer]"]] = field(default_factory=dict)
     """Requests without a reply; without a connection they are sent once there is one."""
-
-    @property
-    def is_linked(self) -> bool:
-        """Whether the pending requests have been sent."""
-        return self._connection is not None
 
     @property
     def is_idle(self) -> bool:
         """Whether it has no requests, and has had none for OWNER_IDLE_SECONDS."""
         return not self._asked and self.loop.time() > self._used_until + OWNER_IDLE_SECONDS
 
-    def ask(self, request: Request, tell: Tell) -> None:
-        """Send a request; `tell` is called once with the answer, or with the fate of the
-        request."""
-        self._asked[request.id] = request, tell
+    def ask(self, request: Request) -> "asyncio.Future[Answer]":
+        """Send a request; the result is its answer, or its fate.
+
+        Who cancels the future of a `Take` calls `leave`; a lease that was granted nevertheless is
+        given back.
+        """
+        answer: asyncio.Future[Answer] = self.loop.create_future()
+        self._asked[request.id] = request, answer
         self._use(0.0)
         if self._connection is not None:
             self._connection.send(request.to_wire())
         elif not self._connecting and self._pause is None:
             self._pause = self.loop.call_at(self._not_before, self._connect)
+        return answer
 
     def say(self, request: Request) -> None:
         """Send a one-way message about a lease of this connection; without a connection it is
@@ -146,12 +144,14 @@ class Owner:
             self._use(0.0)
             self._connection.send(request.to_wire())
 
-    def withdraw(self, leave: Leave) -> None:
-        """The taker of this `Take` waits no longer. If the Take has been sent, it is still
-        answered."""
+    def leave(self, number: int, take: int) -> None:
+        """The taker of `take`, the id of a `Take`, waits no longer. If it has been sent, it is
+        still answered."""
         if self._connection is None:
-            self._asked.pop(leave.take, None)
-        self.say(leave)
+            asked = self._asked.pop(take, None)
+            if asked is not None:
+                _set(asked[1], UNREACHED)
+        self.say(Leave(number, take))
 
     def connected(self, stream: socket.socket) -> None:
         self._connecting = False
@@ -195,14 +195,17 @@ class Owner:
         number, answer = Answer.parse(message)
         self._failures = 0
         self._use(answer.lease_seconds)
-        asked = self._asked.pop(number, None)
-        if asked is not None:
-            asked[1](answer)
+        _, asked = self._asked.pop(number, (None, None))
+        if asked is None:
+            return
+        if asked.cancelled() and answer.state == "leased":
+            self.say(GiveBack(number, answer.token))
+        _set(asked, answer)
 
     def _answer_all(self, answer: Answer) -> None:
-        asked, self._asked = self._asked, {}
-        for _, tell in asked.values():
-            tell(answer)
+        all_asked, self._asked = self._asked, {}
+        for _, asked in all_asked.values():
+            _set(asked, answer)
 
     def _use(self, seconds: float) -> None:
         self._used_until = max(self._used_until, self.loop.time() + seconds)
@@ -271,3 +274,8 @@ class Owners:
         except BaseException:
             link.abort()
             raise
+
+
+def _set(asked: "asyncio.Future[Answer]", answer: Answer) -> None:
+    if not asked.done():  # else its request was cancelled
+        asked.set_result(answer)

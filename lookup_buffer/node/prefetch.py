@@ -43,11 +43,6 @@ class _Pending:
     request: Prefetch
     indexes: dict[QualifiedKey, list[int]] = field(default_factory=dict)
 
-    def push(self, entries: Sequence[tuple[QualifiedKey, dict[str, Any]]]) -> None:
-        """Send the session the result of these keys."""
-        indexes = self.indexes
-        _push(self, [(index, entry) for address, entry in entries for index in indexes[address]])
-
 
 @dataclass(slots=True)
 class Prefetches:
@@ -108,7 +103,7 @@ class Prefetches:
             else:
                 rest.append(address)
         if missing:
-            pending.push([self._entry(pending, *one) for one in missing])
+            self._settle(pending, missing)
         if rest:
             pending.session.anchor.start(self._bring_rest(pending, rest))
 
@@ -130,7 +125,7 @@ class Prefetches:
         if entry is None:
             await self._over_hosts(pending, [address])
         else:
-            pending.push([(address, entry)])
+            _push(pending, [(index, entry) for index in pending.indexes[address]])
 
     def _may_wait(self, pending: _Pending, address: QualifiedKey) -> bool:
         """Whether the session waits for this key until it is published."""
@@ -138,9 +133,7 @@ class Prefetches:
         return request.wait_seconds > 0 and not request.claimer and not is_handoff(address[1])
 
     async def _over_hosts(self, pending: _Pending, addresses: Sequence[QualifiedKey]) -> None:
-        def settle(settled: list[tuple[QualifiedKey, Fetched]]) -> None:
-            pending.push([self._entry(pending, *one) for one in settled])
-
+        settle = functools.partial(self._settle, pending)
         awaited = [address for address in addresses if self._may_wait(pending, address)]
         if self._awaited[pending.session.id] + len(awaited) > AWAITED_MAX:
             awaited = []
@@ -152,7 +145,7 @@ class Prefetches:
 
     async def _await(self, pending: _Pending, address: QualifiedKey) -> None:
         session, request = pending.session, pending.request
-        hold = functools.partial(self.hold, session, address)
+        hold = functools.partial(self._hold_each, pending, address)
         self._awaited[session.id] += 1
         try:
             found = await self.reads.bring(address, request.wait_seconds, hold)
@@ -160,14 +153,33 @@ class Prefetches:
             self._awaited[session.id] -= 1
             if not self._awaited[session.id]:
                 del self._awaited[session.id]
-        entry = self._missing(found) if isinstance(found, MissReason) else found
-        pending.push([(address, entry)])
+        if isinstance(found, MissReason):
+            self._settle(pending, [(address, Fetched(None, found))])
+        else:
+            _push(pending, found)
 
-    def _entry(
+    def _settle(self, pending: _Pending, settled: list[tuple[QualifiedKey, Fetched]]) -> None:
+        """Send the session the results of these keys: pins, or misses."""
+        entries = []
+        for address, fetched in settled:
+            held = self._hold_each(pending, address, fetched)
+            if held is None:
+                indexes = pending.indexes[address]
+                held = [(index, self._missing(fetched.reason)) for index in indexes]
+            entries += held
+        _push(pending, entries)
+
+    def _hold_each(
         self, pending: _Pending, address: QualifiedKey, fetched: Fetched
-    ) -> tuple[QualifiedKey, dict[str, Any]]:
-        held = self.hold(pending.session, address, fetched)
-        return address, self._missing(fetched.reason) if held is None else held
+    ) -> list[tuple[int, dict[str, Any]]] | None:
+        """A pin of its own for each handle of the key; None if the key is absent here."""
+        held = [
+            (index, self.hold(pending.session, address, fetched))
+            for index in pending.indexes[address]
+        ]
+        if all(entry is None for _, entry in held):
+            return None
+        return [(index, entry or self._missing(fetched.reason)) for index, entry in held]
 
     def _missing(self, reason: MaybeMissed) -> dict[str, Any]:
         self.counters.add(miss(reason))

@@ -78,6 +78,15 @@ class Waiting:
         self._waiters.setdefault(address, set()).add(waiter)
         return partial(self._forget, address, waiter)
 
+    async def pause(self, address: QualifiedKey, seconds: float) -> None:
+        """Return when `address` arrives here, or after `seconds`."""
+        event = asyncio.Event()
+        cancel = self.sleep(address, seconds, event.set)
+        try:
+            await event.wait()
+        finally:
+            cancel()
+
     def watch(self, address: QualifiedKey, until: float, wake: Callable[[], None]) -> Watcher:
         """Call `wake` whenever another attempt may succeed, and at `until` by the loop's clock.
 

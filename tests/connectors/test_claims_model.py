@@ -347,6 +347,12 @@ def test_the_model_detects_a_request_that_waits_while_it_holds_claims(
 ) -> None:
     """The rule that all is given back on a conflict, broken."""
     monkeypatch.setattr(Claims, "_roll_back", lambda self, session, taken: None)
-    quick = settings(usual, phases=[Phase.generate], report_multiple_bugs=False, database=None)
+    quick = settings(
+        usual,
+        max_examples=1000,  # usually found within 50
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        database=None,
+    )
     with pytest.raises(AssertionError, match=r"for nothing|encoded twice"):
         run_state_machine_as_test(Traffic, settings=quick)

@@ -23,7 +23,7 @@ from lookup_buffer.node.owners import (
     Owner,
 )
 from lookup_buffer.protocol.auth import connect
-from lookup_buffer.protocol.framing import encode_frame
+from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.messages import (
     Acknowledge,
     GiveBack,
@@ -233,8 +233,7 @@ def test_a_connection_stays_until_its_last_lease_ends() -> None:
     loop, connecting = AheadOfTime(), list[Owner]()
     owner = Owner(Location("node", "boot", 1, 1), "tcp://nowhere:1", loop, connecting.append)
     ours, theirs = socket.socketpair()
-    answers = list[Answer]()
-    owner.ask(Take(1, NAMESPACE, "k@1", 5.0), answers.append)
+    asked = owner.ask(Take(1, NAMESPACE, "k@1", 5.0))
     loop.run_for(0.1)
     assert connecting == [owner]
     owner.connected(ours)
@@ -242,24 +241,42 @@ def test_a_connection_stays_until_its_last_lease_ends() -> None:
     idle = [owner.is_idle]  # not while a request waits for its answer
     theirs.sendall(encode_frame({"id": 1, "state": "leased", "lease_seconds": 200.0}))
     loop.run_for(0.2)
-    assert [answer.state for answer in answers] == ["leased"]
+    assert asked.result().state == "leased"
     for seconds in (200.0 + OWNER_IDLE_SECONDS - 1.0, 2.0):
         loop.ahead_seconds += seconds
         idle.append(owner.is_idle)
     assert idle == [False, False, True]
-    owner.ask(Take(2, NAMESPACE, "k@1", 5.0), answers.append)
+    asked = owner.ask(Take(2, NAMESPACE, "k@1", 5.0))
     theirs.close()
     loop.run_for(0.2)
-    assert answers[1] is UNREACHED, "the request gets that the connection ended"
+    assert asked.result() is UNREACHED, "the request gets that the connection ended"
+    loop.close()
+
+
+def test_a_lease_for_a_request_that_was_cancelled_is_given_back() -> None:
+    loop = AheadOfTime()
+    owner = Owner(Location("node", "boot", 1, 1), "tcp://nowhere:1", loop, lambda _: None)
+    ours, theirs = socket.socketpair()
+    asked = owner.ask(Take(1, NAMESPACE, "k@1", 5.0))
+    owner.connected(ours)
+    asked.cancel()
+    owner.leave(2, 1)
+    theirs.sendall(encode_frame({"id": 1, "state": "leased", "token": 7, "lease_seconds": 9.0}))
+    loop.run_for(0.2)
+    messages = [message for message, _ in FrameDecoder().feed(theirs.recv(1 << 16))]
+    assert [message["op"] for message in messages] == ["take", "leave", "give_back"]
+    assert messages[2]["token"] == 7
+    owner.end(UNREACHED)
+    theirs.close()
     loop.close()
 
 
 def test_attempts_to_connect_are_rate_limited_and_end_with_the_requests() -> None:
-    loop, connecting, told = VirtualLoop(), list[Owner](), list[Answer]()
+    loop, connecting, asked = VirtualLoop(), list[Owner](), list[asyncio.Future[Answer]]()
     parts: Any = loop
     owner = Owner(Location("node", "boot", 1, 1), "tcp://nowhere:1", parts, connecting.append)
     for attempt in range(10):
-        owner.ask(Take(attempt, NAMESPACE, "k@1", 5.0), told.append)
+        asked.append(owner.ask(Take(attempt, NAMESPACE, "k@1", 5.0)))
         if attempt:
             longest = min(AGAIN_SECONDS_MAX, AGAIN_SECONDS * 2.0 ** (attempt - 1))
             loop.run(longest * AGAIN_PART_MIN * 0.9)
@@ -267,9 +284,10 @@ def test_attempts_to_connect_are_rate_limited_and_end_with_the_requests() -> Non
         loop.run(AGAIN_SECONDS_MAX)
         assert len(connecting) == attempt + 1
         owner.unreached()
-        assert told == [UNREACHED] * (attempt + 1)
-    owner.ask(Take(20, NAMESPACE, "k@1", 5.0), told.append)
-    owner.withdraw(Leave(21, 20))
+        assert [one.result() for one in asked] == [UNREACHED] * (attempt + 1)
+    left = owner.ask(Take(20, NAMESPACE, "k@1", 5.0))
+    owner.leave(21, 20)
+    assert left.result() is UNREACHED
     loop.run(10.0)
     assert len(connecting) == 10, "no request is left"
 

@@ -1,14 +1,14 @@
 """The owner of hand-offs against a plain dictionary, with time, ended sessions and a full quota."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hypothesis_profiles import examples
-from lookup_buffer.errors import BufferFull, LookupBufferError
+from lookup_buffer.errors import BufferFull
 from lookup_buffer.node.arrivals import Arrival, Arrivals
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Bid, Handoffs, Lease
@@ -17,6 +17,9 @@ from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.protocol.header import TensorHeader
 from virtual_loop import VirtualLoop
+
+if TYPE_CHECKING:
+    import asyncio
 
 CAPACITY = 1 << 16
 LEASE_SECONDS = 10.0
@@ -40,13 +43,22 @@ class ModelLease:
     until: float
 
 
+@dataclass(eq=False)
+class Producing:
+    """An insert, and the connection of its client."""
+
+    arrival: Arrival
+    connection: str
+    task: "asyncio.Task[None]"
+
+
 @dataclass
 class Entry:
     value: Value | None = None
     token: int | None = None
     """Of the lease on the value."""
     line: list[Bid] = field(default_factory=list)
-    offered: list[Arrival] = field(default_factory=list)
+    offered: list[Producing] = field(default_factory=list)
 
 
 class HandoffMachine(RuleBasedStateMachine):
@@ -79,7 +91,7 @@ class HandoffMachine(RuleBasedStateMachine):
             entry.value = entry.token = None  # it gave way to one that is being written
 
     def is_offered(self, key: str) -> bool:
-        return any(one in self.arrivals._queue for one in self.entries[key].offered)
+        return any(one.arrival in self.arrivals._queue for one in self.entries[key].offered)
 
     def told(self, key: str, bid: list[Bid], patient: bool, lease: Lease | None) -> None:
         self.forget_what_is_over()
@@ -196,45 +208,49 @@ class HandoffMachine(RuleBasedStateMachine):
         connection=st.sampled_from(["p", "q"]),
     )
     def insert(
-        self, key: str, nbytes: int, ttl: float | None, wait: float, connection: Any
+        self, key: str, nbytes: int, ttl: float | None, wait: float, connection: str
     ) -> None:
         self.forget_what_is_over()
         self.number += 1
         number, entry = self.number, self.entries[key]
 
-        def admitted(item: Item) -> None:
-            self.forget_what_is_over()
-            self.shelf.bytes_of(item)[:] = bytes([number % 256]) * nbytes
-            expires_at = item.expires_at
-            assert expires_at is not None
-            entry.value, entry.token = Value(number, nbytes, expires_at), None
-            self.landing = key
-            ticket = self.shelf.commit(item, number, WRITER)
-            self.landing = None
-            if arrival in entry.offered:
-                entry.offered.remove(arrival)
-            self.handoffs.arrived(item.address)
-            self.arrivals.landed(arrival)
-            self.shelf.release([ticket], WRITER)
-
-        def refused(error: LookupBufferError) -> None:
-            assert isinstance(error, BufferFull)
-            assert self.shelf.gauges().used_bytes, "an empty arena has room"
-            if arrival in entry.offered:
-                entry.offered.remove(arrival)
+        async def insert() -> None:
+            try:
+                async with self.arrivals.admitted(arrival) as item:
+                    self.forget_what_is_over()
+                    self.land(entry, item, number)
+                    if one in entry.offered:
+                        entry.offered.remove(one)
+                    self.handoffs.arrived(item.address)
+            except BufferFull:
+                assert self.shelf.gauges().used_bytes, "an empty arena has room"
+                if one in entry.offered:
+                    entry.offered.remove(one)
 
         header = TensorHeader("uint8", (nbytes,), nbytes)
-        until = self.loop.time() + wait
-        arrival = Arrival(self.address(key), header, ttl, until, connection, admitted, refused)
-        entry.offered.append(arrival)
-        self.arrivals.come(arrival)
+        arrival = Arrival(self.address(key), header, ttl, self.loop.time() + wait)
+        one = Producing(arrival, connection, self.loop.create_task(insert()))
+        entry.offered.append(one)
         self.loop.run(0.0)
 
+    def land(self, entry: "Entry", item: Item, number: int) -> None:
+        """The item is written and entered."""
+        self.shelf.bytes_of(item)[:] = bytes([number % 256]) * item.nbytes
+        expires_at = item.expires_at
+        assert expires_at is not None
+        entry.value, entry.token = Value(number, item.nbytes, expires_at), None
+        self.landing = item.address[1]
+        ticket = self.shelf.commit(item, number, WRITER)
+        self.landing = None
+        self.shelf.release([ticket], WRITER)
+
     @rule(connection=st.sampled_from(["p", "q"]))
-    def a_producer_dies(self, connection: Any) -> None:
+    def a_producer_dies(self, connection: str) -> None:
         for entry in self.entries.values():
-            entry.offered = [one for one in entry.offered if one.connection is not connection]
-        self.arrivals.leave(connection)
+            for one in [one for one in entry.offered if one.connection == connection]:
+                entry.offered.remove(one)
+                one.task.cancel()
+        self.loop.run(0.0)
 
     @rule(key=st.sampled_from(KEYS))
     def look(self, key: str) -> None:
@@ -300,7 +316,7 @@ class HandoffMachine(RuleBasedStateMachine):
                 # Both wait for the same: only for hand-offs that were admitted before.
                 shares = self.shelf._inventory._shares
                 gap = self.shelf._inventory._room._allocator.largest_free_bytes
-                smallest = min(one.header.nbytes for one in entry.offered)
+                smallest = min(one.arrival.header.nbytes for one in entry.offered)
                 assert entry.token is not None or shares.wanted_bytes or gap < smallest
 
     def teardown(self) -> None:
