@@ -36,7 +36,7 @@ from lookup_buffer import BufferConfig, LookupBuffer, Namespace, PrefetchState, 
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.shelf import Held, Shelf
-from lookup_buffer.node.transfer import FETCH_OWNER, Fetcher
+from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
 from store import EmbeddedServer, open_store
 
 SIZES_BYTES = (4 << 10, 1 << 20, 8 << 20, 64 << 20)
@@ -162,7 +162,9 @@ def transfer(
     held: list[Held],
 ) -> None:
     """One fetch, until the bytes are verified and visible in the arena."""
-    fetched = loop.run_until_complete(fetcher.fetch(address, located))
+    came: asyncio.Future[Fetched] = loop.create_future()
+    fetcher.fetch([Wanted(address, located, came.set_result)])
+    fetched = loop.run_until_complete(came)
     assert fetched.held is not None, fetched.reason
     held.append(fetched.held)
 

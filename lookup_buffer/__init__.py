@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from lookup_buffer.errors import LookupBufferError as LookupBufferError
     from lookup_buffer.errors import LookupTimeout as LookupTimeout
     from lookup_buffer.errors import MissingTensor as MissingTensor
+    from lookup_buffer.errors import MissReason as MissReason
     from lookup_buffer.errors import NodeUnavailable as NodeUnavailable
     from lookup_buffer.key import TensorKey as TensorKey
     from lookup_buffer.namespace import Namespace as Namespace
@@ -78,6 +79,7 @@ _MODULES = {
         "BufferFull",
         "LookupBufferError",
         "LookupTimeout",
+        "MissReason",
         "MissingTensor",
         "NodeUnavailable",
     ),

@@ -14,12 +14,13 @@ the local index, `load` copies pinned bytes, `pending` keeps prefetches and sets
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lookup_buffer import codec
+from lookup_buffer.client.batch import Batch
 from lookup_buffer.client.handles import ClaimAnswer, ClaimHandle, LoadOrder, PrefetchHandle
 from lookup_buffer.client.load import Loads, PoolMembership, SessionPool
 from lookup_buffer.client.local import LocalReads, NotListed
@@ -29,32 +30,29 @@ from lookup_buffer.codec import Tensor, Value
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import (
     BufferFull,
+    CodecError,
     InvalidKey,
     LookupBufferError,
     LookupTimeout,
     MissingTensor,
     MissReason,
     NodeUnavailable,
-    TensorTooLarge,
 )
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.protocol.fields import checked_seconds, clamped_seconds, split
-from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import (
     Acknowledge,
     Claim,
     Contains,
     Describe,
     GiveBack,
-    Insert,
     InsertOutcome,
     ReleaseClaim,
     Select,
     Stats,
     Take,
 )
-from lookup_buffer.shm.memory import copy_bytes
 from lookup_buffer.times import CALL_SECONDS, LEASE_ANSWER_SECONDS, NODE_SHARE
 from store import ClaimState
 
@@ -166,31 +164,72 @@ class LookupBuffer:
                 hand-off did not answer within `timeout`.
             ConfigError: `ttl_seconds` is not a valid time.
         """
-        if ttl_seconds is not None:
-            ttl_seconds = checked_seconds("ttl_seconds", ttl_seconds)
-        header = codec.header_of(tensor)
-        self._check_fits_arena(header)
-        deadline = time.monotonic() + timeout
-        with self._session.connection(timeout) as connection:
-            if tensor is not None and header.nbytes:
-                _copy_to_staging(connection, tensor, header, deadline - time.monotonic())
-            left = deadline - time.monotonic()
-            request = Insert(
-                next_request_id(),
-                self.namespace,
-                key.text,
-                header.to_fields(),
-                ttl_seconds,
-                0.0 if key.is_shared else clamped_seconds(left),
-            )
-            bound = left if key.is_shared else clamped_seconds(left) + CALL_SECONDS
-            reply = connection.call(request, bound)
-        outcome = InsertOutcome(reply["outcome"])
-        if on_stored is not None and outcome is InsertOutcome.STORED:
-            on_stored(reply["checksum"])
-        return outcome
+        inserted = Batch(self._session, ttl_seconds, timeout).insert_one(key, tensor)
+        if on_stored is not None and inserted.checksum is not None:
+            on_stored(inserted.checksum)
+        return inserted.outcome
+
+    def insert_many(
+        self,
+        items: Iterable[tuple[TensorKey, "torch.Tensor | None"]],
+        *,
+        ttl_seconds: float | None = None,
+        timeout: float = 10.0,
+    ) -> list[InsertOutcome | LookupBufferError]:
+        """`insert` many values, in few round trips; for each its outcome, or the error that
+        `insert` would raise.
+
+        `timeout` bounds each round trip. A fault of the node is an error for each value that was
+        not stored by then; the others stay.
+        """
+        results = Batch(self._session, ttl_seconds, timeout).insert(list(items))
+        return [
+            result if isinstance(result, LookupBufferError) else result.outcome
+            for result in results
+        ]
 
     # -- read
+
+    def select_many(
+        self,
+        keys: Sequence[TensorKey],
+        *,
+        timeout: float = 0.0,
+        out: "Sequence[torch.Tensor] | None" = None,
+    ) -> "list[torch.Tensor | MissReason | None]":
+        """`select` many keys, in few round trips; for each its tensor, or why it is a miss.
+
+        What other hosts hold is fetched in batches, while what has come is copied. `timeout` bounds
+        the wait for shared keys that no node holds yet; `out` has a tensor for each key. A fault of
+        the node, of Redis or of another node is a miss.
+
+        Raises:
+            CodecError: a tensor of `out` does not fit.
+        """
+        if out is not None and len(out) != len(keys):
+            raise CodecError(f"out has {len(out)} tensors for {len(keys)} keys")
+        outs: Sequence[Tensor | None] = [None] * len(keys) if out is None else out
+        found: list[Value | MissReason] = [MissReason.NODE_DOWN] * len(keys)
+        absent, crowded = [], []
+        try:
+            for index, key in enumerate(keys):
+                try:
+                    found[index] = self._local_reads.select(key, outs[index])
+                except NotListed:
+                    absent.append(index)
+            brought = self._prefetches.in_turn([keys[index] for index in absent], timeout)
+            for index, handle in zip(absent, brought, strict=True):
+                if handle.order is not None:
+                    found[index] = self._loads.load(handle.order, outs[index])
+                else:
+                    found[index] = handle.reason or MissReason.ABSENT
+                    crowded += [index] if handle.reason == MissReason.NO_ROOM else []
+            for index in crowded:  # alone it has more room
+                with suppress(MissingTensor, BufferFull):
+                    found[index] = self.select(keys[index], out=outs[index])
+        except NodeUnavailable:
+            pass  # all that was not read by then
+        return found
 
     def select(
         self, key: TensorKey, *, timeout: float = 0.0, out: "torch.Tensor | None" = None
@@ -468,15 +507,6 @@ class LookupBuffer:
 
     # -- steps of insert, select and drop_select
 
-    def _check_fits_arena(self, header: TensorHeader) -> None:
-        with self._session.memory() as memory:
-            capacity_bytes = memory.arena.nbytes
-        if header.nbytes > capacity_bytes:
-            raise TensorTooLarge(
-                f"a tensor of {header.nbytes} bytes exceeds the arena of "
-                f"{capacity_bytes} bytes; raise capacity_bytes"
-            )
-
     @contextmanager
     def _pinned(self, key: TensorKey, timeout: float) -> Iterator[LoadOrder]:
         """The order for the bytes of `key` on this host, pinned inside the `with`."""
@@ -513,15 +543,6 @@ class LookupBuffer:
             # The connection broke, perhaps not the session. A repeated acknowledgement gets the
             # same answer.
             return bool(self._session.call(request, CALL_SECONDS)["won"])
-
-
-def _copy_to_staging(
-    connection: NodeConnection, tensor: Tensor, header: TensorHeader, timeout: float
-) -> None:
-    staging = connection.stage(header.nbytes, timeout)
-    source, address, nbytes = codec.contiguous_bytes(tensor)
-    copy_bytes(staging.address, address, nbytes)
-    del source  # kept the memory at `address` alive until here
 
 
 def _take_error(key: TensorKey, timeout: float, reason: str) -> LookupBufferError:

@@ -58,12 +58,17 @@ class Loads:
 
     def release(self, order: LoadOrder) -> None:
         """Release its pin. One-way; idempotent; never raises."""
-        if order.boot != self._session.boot:
-            return  # that node is lost, and its pins with it
-        try:
-            self._session.post(Release(next_request_id(), [order.ticket]))
-        except LookupBufferError:
-            pass  # as above
+        self.release_many([order])
+
+    def release_many(self, orders: Sequence[LoadOrder]) -> None:
+        """As `release`, in one message."""
+        boot = self._session.boot
+        tickets = [order.ticket for order in orders if order.boot == boot]
+        for start in range(0, len(tickets), KEYS_MAX):  # others: that node is lost, with its pins
+            try:
+                self._session.post(Release(next_request_id(), tickets[start : start + KEYS_MAX]))
+            except LookupBufferError:
+                pass  # as above
 
     def done(self, orders: Sequence[LoadOrder], rank: int) -> None:
         """See `LookupBuffer.done`."""

@@ -6,7 +6,9 @@ thread. When the node is lost, all pending handles fail.
 """
 
 import threading
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lookup_buffer.client.handles import ClaimHandle, LoadOrder, PrefetchHandle, PrefetchState
@@ -21,8 +23,15 @@ from lookup_buffer.protocol.messages import (
     Encoding,
     Prefetch,
     Request,
+    Stats,
     Unclaim,
 )
+from lookup_buffer.times import CALL_SECONDS
+
+BATCH_MAX = 64
+"""Keys of one request of `in_turn`: their tensors are pinned together."""
+AHEAD = 2
+"""Requests of `in_turn` at a time: one is brought while another is read."""
 
 
 class PendingPrefetches:
@@ -56,6 +65,49 @@ class PendingPrefetches:
             with self._settled:
                 self._settled.wait_for(lambda: _all_settled(handles), timeout)
         return handles
+
+    def in_turn(self, keys: Sequence[TensorKey], wait_seconds: float) -> Iterator[PrefetchHandle]:
+        """Prefetch `keys` in batches, of which at most AHEAD are not read yet; yields each handle
+        once it has settled. Its pin may end when the next one is requested.
+
+        With `wait_seconds` shared keys that no node holds are waited for.
+        """
+        until = time.monotonic() + clamped_seconds(wait_seconds)
+        batches = [keys[start : start + BATCH_MAX] for start in range(0, len(keys), BATCH_MAX)]
+        started: deque[PrefetchHandle] = deque()
+        read: list[PrefetchHandle] = []
+        try:
+            for batch in batches:
+                left = max(0.0, until - time.monotonic())
+                started += self.start(batch, 0.0, wait_seconds=left)
+                most = 0 if batch is batches[-1] else (AHEAD - 1) * BATCH_MAX
+                while len(started) > most:
+                    self._wait(started[0])
+                    if len(read) == BATCH_MAX:
+                        self._release_all(read)
+                    read.append(started.popleft())
+                    yield read[-1]
+        finally:
+            self._release_all([*read, *started])
+
+    def _wait(self, handle: PrefetchHandle) -> None:
+        """Until it settles. The node bounds its transfers, so only its own end is looked for."""
+        while handle.wait(CALL_SECONDS) is PrefetchState.PENDING:
+            try:
+                self._session.call(Stats(next_request_id()), CALL_SECONDS)
+            except LookupBufferError:
+                with self._settled:
+                    pending = [entry for entry, one in self._pending.items() if one is handle]
+                self._fail(pending)
+
+    def _release_all(self, handles: list[PrefetchHandle]) -> None:
+        """Release these, in one message, and forget them."""
+        with self._settled:
+            orders = [one.order for one in handles if one.order is not None and not one.released]
+            for handle in handles:
+                handle.released = True
+        handles.clear()
+        self._loads.release_many(orders)
 
     def release(self, handle: PrefetchHandle) -> None:
         with self._settled:

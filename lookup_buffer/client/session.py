@@ -137,11 +137,14 @@ class ClientSession:
             return connection.call(request, deadline - time.monotonic())
 
     @contextmanager
-    def connection(self, timeout: float = CALL_SECONDS) -> Iterator["NodeConnection"]:
-        """A connection for one caller. It returns to the pool afterwards if it is still open."""
+    def connection(
+        self, timeout: float = CALL_SECONDS, *, wait: bool = True
+    ) -> Iterator["NodeConnection"]:
+        """A connection for one caller. It returns to the pool afterwards if it is still open.
+        Without `wait` it is refused if all are in use."""
         current = self._connected_session()
         deadline = time.monotonic() + min(timeout, CALL_SECONDS)
-        if not self._free_connections.acquire(timeout=timeout):
+        if not self._free_connections.acquire(timeout=timeout if wait else 0.0):
             raise NodeUnavailable(
                 f"all {CONNECTIONS_MAX} connections to the node were in use for {timeout:g} s; use "
                 "fewer threads, or a longer timeout"
@@ -345,6 +348,10 @@ class NodeConnection:
         """
         deadline = time.monotonic() + timeout
         self.send(request, deadline=deadline)
+        return self.reply(request, deadline)
+
+    def reply(self, request: Request, deadline: float) -> dict[str, Any]:
+        """The reply to a request that was sent. Raises as `call`."""
         while True:
             for message in self.receive(deadline):
                 if message.get("id") != request.id:
@@ -354,7 +361,7 @@ class NodeConnection:
                     deadline = max(deadline, time.monotonic() + TRANSFER_SECONDS + transfer)
                     continue
                 if "error" in message:
-                    raise _error_of(message)
+                    raise error_of(message)
                 return message
 
     def send(self, request: Request, *, deadline: float, descriptors: Iterable[int] = ()) -> None:
@@ -421,7 +428,7 @@ class NodeConnection:
             descriptors += found
             for message in self._decode(data):
                 if "error" in message:
-                    raise _error_of(message)
+                    raise error_of(message)
                 return message, descriptors
 
     def stage(self, nbytes: int, timeout: float) -> Staging:
@@ -476,7 +483,8 @@ class NodeConnection:
         return NodeUnavailable(f"the node at {self._path} is not available: {reason}")
 
 
-def _error_of(message: dict[str, Any]) -> LookupBufferError:
+def error_of(message: dict[str, Any]) -> LookupBufferError:
+    """The error in a reply, or in one of its results."""
     kind = getattr(errors, str(message["error"]), None)
     if not (isinstance(kind, type) and issubclass(kind, LookupBufferError)):
         kind = LookupBufferError

@@ -79,20 +79,11 @@ class Announcements:
         one, address = _Insert(item, self.loop.create_future()), item.address
         self._inserts.setdefault(address, []).append(one)
         self.handoffs.hold_back(address)
+        look = self.loop.call_later(LOOK_SECONDS, self._look, one, until)
         try:
-            while not await self._is_settled(one):
-                is_late = self.loop.time() >= until
-                if address not in self._contests:
-                    if is_late or self.registrar.failing or item.gone:
-                        return InsertOutcome.STORED
-                elif is_late:
-                    self.shelf.remove(item, GoneReason.ELSEWHERE)
-                    raise NodeUnavailable(
-                        f"{address[1]} was not stored: the store names another node as its "
-                        "owner, which does not answer; insert it again"
-                    )
-            return one.outcome.result()
+            return await one.outcome
         finally:
+            look.cancel()
             self._leave(one)
 
     def handle_reports(self, reports: Sequence[Report]) -> None:
@@ -110,10 +101,26 @@ class Announcements:
                 if one.item.generation <= generation and not one.outcome.done():
                     one.outcome.set_result(InsertOutcome.STORED)
 
-    async def _is_settled(self, one: _Insert) -> bool:
-        """Wait for the outcome, but not long."""
-        await asyncio.wait([one.outcome], timeout=LOOK_SECONDS)
-        return one.outcome.done()
+    def _look(self, one: _Insert, until: float) -> None:
+        """Settle the insert if the store has failed, or if it is too late."""
+        if one.outcome.done():
+            return
+        is_late, address = self.loop.time() >= until, one.item.address
+        if address not in self._contests:
+            if is_late or self.registrar.failing or one.item.gone:
+                one.outcome.set_result(InsertOutcome.STORED)
+        elif is_late:
+            self.shelf.remove(one.item, GoneReason.ELSEWHERE)
+            one.outcome.set_exception(
+                NodeUnavailable(
+                    f"{address[1]} was not stored: the store names another node as its owner, "
+                    "which does not answer; insert it again"
+                )
+            )
+            if len(self._inserts[address]) == 1:  # else a newer insert of the key continues
+                self._end_contest(address)
+        if not one.outcome.done():
+            self.loop.call_later(LOOK_SECONDS, self._look, one, until)
 
     def _leave(self, one: _Insert) -> None:
         address = one.item.address
@@ -122,8 +129,6 @@ class Announcements:
         if not inserts:
             del self._inserts[address]
             self.handoffs.arrived(address)
-            if not one.outcome.done():  # no insert waits for the contest any more
-                self._end_contest(address)
 
     # -- another node's location is present
 

@@ -15,6 +15,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.locate import Locator
 from lookup_buffer.protocol.messages import ClaimOutcome
@@ -42,6 +43,9 @@ Released = Callable[[bool], None]
 """Called with whether the claims still existed, as far as is known."""
 
 
+_Call = Callable[[], Coroutine[Any, Any, None]]
+
+
 @dataclass(slots=True)
 class _Server:
     """One server of the store: its calls run one after another, so a frozen one delays only its
@@ -60,6 +64,9 @@ class Arbiter:
     _servers: defaultdict[str, _Server] = field(default_factory=lambda: defaultdict(_Server))
     """By name, for calls of the store."""
     _calls: set[asyncio.Task[None]] = field(default_factory=set)
+    _last: dict[QualifiedKey, asyncio.Task[None]] = field(default_factory=dict)
+    """The last call of the store for a key, while it runs."""
+    _is_closed: bool = False
 
     @property
     def tells_of_records(self) -> bool:
@@ -68,27 +75,27 @@ class Arbiter:
 
     def claim(self, claiming: Claiming, decided: Decided) -> None:
         """Ask for a claim. `decided` is called after this has returned."""
-        claims = self.locator.claims
-        if claims is None:
-            self._start(self._claim(claiming, decided))
+        address, claims = (claiming.namespace, claiming.key), self.locator.claims
+        if claims is None or address in self._last:
+            self._start(partial(self._claim, claiming, decided), [address])
             return
 
         def answered(found: ClaimAnswer | StoreError) -> None:
             if isinstance(found, StoreUnavailable):
-                self._start(self._claim(claiming, decided))
+                self._start(partial(self._claim, claiming, decided), [address])
             elif isinstance(found, StoreError):
                 self.loop.call_soon(decided, None)
             elif self.locator.knows(found.record):
                 self._decide(claiming, found, decided)
             else:
-                self._start(self._meet_and_decide(claiming, found, decided))
+                self._start(partial(self._meet_and_decide, claiming, found, decided), [])
 
         claims.claim(claiming, answered)
 
     def release(self, releasings: Sequence[Releasing], released: Released) -> None:
         """Release claims. `released` is called at least once, each time for some of them."""
         claims = self.locator.claims
-        if claims is None:
+        if claims is None or any((one.namespace, one.key) in self._last for one in releasings):
             self._release_at_store(releasings, released)
             return
 
@@ -105,6 +112,7 @@ class Arbiter:
         """Finish pending calls within CLOSE_SECONDS; leases end the other claims."""
         if self._calls:
             await asyncio.wait(self._calls, timeout=CLOSE_SECONDS)
+        self._is_closed = True
 
     # -- over the mirror
 
@@ -130,10 +138,21 @@ class Arbiter:
 
     # -- at the store
 
-    def _start(self, call: Coroutine[Any, Any, None]) -> None:
-        task = self.loop.create_task(call)
+    def _start(self, call: _Call, addresses: Sequence[QualifiedKey]) -> None:
+        """Run a call for these keys, after the earlier ones for any of them."""
+        if self._is_closed:
+            return
+        earlier = {self._last[address] for address in addresses if address in self._last}
+        task = self.loop.create_task(_after(earlier, call))
         self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        self._last.update(dict.fromkeys(addresses, task))
+        task.add_done_callback(partial(self._ended, addresses))
+
+    def _ended(self, addresses: Sequence[QualifiedKey], task: "asyncio.Task[None]") -> None:
+        self._calls.discard(task)
+        for address in addresses:
+            if self._last.get(address) is task:
+                del self._last[address]
 
     async def _claim(self, claiming: Claiming, decided: Decided) -> None:
         place = self.locator.place_of((claiming.namespace, claiming.key))
@@ -177,7 +196,8 @@ class Arbiter:
         for one in releasings:
             groups[self.locator.place_of((one.namespace, one.key))].append(one)
         for place, group in groups.items():
-            self._start(self._release(place, group, released))
+            addresses = [(one.namespace, one.key) for one in group]
+            self._start(partial(self._release, place, group, released), addresses)
 
     async def _release(
         self, place: str, releasings: Sequence[Releasing], released: Released
@@ -195,3 +215,9 @@ class Arbiter:
                         breaker.failed()  # their leases end them
         finally:
             released(all(found))
+
+
+async def _after(earlier: set["asyncio.Task[None]"], call: _Call) -> None:
+    if earlier:
+        await asyncio.wait(earlier)
+    await call()

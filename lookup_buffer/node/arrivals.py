@@ -7,8 +7,6 @@ is admitted. Called by `intake` on the loop's thread.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -31,6 +29,8 @@ class Arrival:
     ttl_seconds: float | None
     until: float
     """The insert's deadline, by the loop's clock."""
+    on_wanted: "partial[None] | None" = None
+    """Called when a taker requests it, while it is offered."""
 
 
 @dataclass(slots=True)
@@ -43,35 +43,34 @@ class Arrivals:
     _looking: bool = False
     """An attempt to admit queued inserts is scheduled."""
 
-    @asynccontextmanager
-    async def admitted(self, arrival: Arrival) -> AsyncIterator[Item]:
-        """Memory for the hand-off, as soon as there is room, until the insert's deadline.
-
-        An offer ends with the `with` block, in which the insert is settled and takers are served.
+    async def admit(self, arrival: Arrival) -> Item:
+        """Memory for the hand-off, as soon as there is room, until the insert's deadline. Call
+        `landed` once the insert is settled, and its takers are served.
 
         Raises:
             TensorTooLarge, BufferFull: see `Inventory.reserve_handoff`.
         """
         try:
-            item = self._reserve(arrival)
+            return self._reserve(arrival)
         except BufferFull:
             if self.loop.time() >= arrival.until:
                 raise
-        else:
-            yield item
-            return
-        on_wanted = partial(self._try, arrival)
-        try:
-            yield await self._queued(arrival, on_wanted)
-        finally:
-            self.handoffs.withdraw(arrival.address, on_wanted)
+        arrival.on_wanted = partial(self._try, arrival)
+        return await self._queued(arrival)
 
-    async def _queued(self, arrival: Arrival, on_wanted: "partial[None]") -> Item:
+    def landed(self, arrival: Arrival) -> None:
+        """End its offer, if there was one. Idempotent."""
+        if arrival.on_wanted is not None:
+            self.handoffs.withdraw(arrival.address, arrival.on_wanted)
+            arrival.on_wanted = None
+
+    async def _queued(self, arrival: Arrival) -> Item:
         admitted: asyncio.Future[Item] = self.loop.create_future()
         self._queue[arrival] = admitted
         self.shelf.when_room(partial(call_from_thread, self.loop, self._room_came))
+        assert arrival.on_wanted is not None
         try:
-            self.handoffs.offer(arrival.address, arrival.header, on_wanted)
+            self.handoffs.offer(arrival.address, arrival.header, arrival.on_wanted)
             self.waiting.arrived(arrival.address)  # waiters of this host now queue for it
             self._try(arrival)  # space that was freed before `when_room` caused no call
             async with asyncio.timeout_at(arrival.until):

@@ -22,8 +22,8 @@ import hashlib
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -82,7 +82,7 @@ class _Attempt:
     state: ClaimState
     lease_seconds: float
     answer: "asyncio.Future[Answer]"
-    """Cancelled if the request ended, or the time for the call."""
+    """Cancelled if the request ended."""
     is_unasked: bool = False
     """It was granted without the store."""
 
@@ -102,21 +102,18 @@ class _Turns:
         return self._running is None
 
     def queue(self, queue: "deque[asyncio.Future[None]]") -> "asyncio.Future[None]":
-        """A place in `messages` or `attempts`, to be used with `turn`."""
+        """A place in `messages` or `attempts`, which is done when its turn comes. `leave` it."""
         place: asyncio.Future[None] = self._loop.create_future()
         queue.append(place)
         if self._running is None:
             self._begin()
         return place
 
-    @asynccontextmanager
-    async def turn(self, place: "asyncio.Future[None]") -> AsyncIterator[None]:
-        try:
-            await place
-            yield
-        finally:
-            if place is self._running:
-                self._begin()
+    def leave(self, place: "asyncio.Future[None]") -> None:
+        """Its turn is over, or will not be taken. Idempotent."""
+        place.cancel()
+        if place is self._running:
+            self._begin()
 
     def _begin(self) -> None:
         self._running = None
@@ -227,7 +224,13 @@ class Claims:
             tell(_event(ClaimOutcome.FAILED))
             return
         one = sets[request.id] = _ClaimSet(session, request, tell, given_up)
-        one.task = session.anchor.start(self._claim_all(one))
+        turns = self._of(session).turns
+        place = turns.queue(turns.attempts)
+        one.task = session.anchor.start(self._claim_all(one, place))
+        if one.task is None:
+            turns.leave(place)
+        else:  # also if it is cancelled before it begins
+            one.task.add_done_callback(lambda _: turns.leave(place))
 
     def encoding(self, session: Session, request: Encoding) -> None:
         """The engine encodes these keys now, even if others do, too."""
@@ -243,11 +246,16 @@ class Claims:
         waiting = self._of(session).sets.pop(request.waiter, None)
         if waiting is not None:
             waiting.give_up()
+        if session.over:
+            return  # it ended at what `give_up` sent
 
         async def release() -> None:
-            self._release(session, [(request.namespace, key) for key in request.keys])
+            self._release(session, addresses)
 
-        if request.keys:
+        addresses = [(request.namespace, key) for key in request.keys]
+        if self.is_idle(session):
+            self._release(session, addresses)
+        elif addresses:
             self._queue(session, release)
 
     def _of(self, session: Session) -> _SessionClaims:
@@ -262,8 +270,11 @@ class Claims:
             place = turns.queue(turns.messages)
 
             async def take_turn() -> None:
-                async with turns.turn(place):
+                try:
+                    await place
                     await message()
+                finally:
+                    turns.leave(place)
 
             session.anchor.start(take_turn())
 
@@ -289,15 +300,18 @@ class Claims:
                 claim = self._ask(session, address, ClaimState.ENCODING, lease_seconds)
                 group.create_task(self._counted(claim))
 
-    async def _claim_all(self, one: _ClaimSet) -> None:
+    async def _claim_all(self, one: _ClaimSet, place: "asyncio.Future[None]") -> None:
         until = self.loop.time() + one.request.wait_seconds
         turns, watched = self._of(one.session).turns, None
         with ExitStack() as watch:
             while True:
-                async with turns.turn(turns.queue(turns.attempts)):
+                try:
+                    await place
                     one.has_turn = True
                     address, answer = await self._take_all(one)
                     one.has_turn = False
+                finally:
+                    turns.leave(place)
                 if one.is_over:
                     return
                 if answer.outcome is not ClaimOutcome.HELD or self.loop.time() >= until:
@@ -309,6 +323,7 @@ class Claims:
                     changed = watch.enter_context(self.waiting.changes(address, until))
                     watched = address
                 await _changed_or_over(changed, answer)
+                place = turns.queue(turns.attempts)
         self._of(one.session).sets.pop(one.request.id, None)
         one.tell(_event(answer.outcome, address, answer.holder))
 
@@ -363,14 +378,15 @@ class Claims:
         token = self._token(session, address)
         claiming = Claiming(*address, holder, token, state, lease_seconds)
         self.arbiter.claim(claiming, partial(self._decided, attempt))
+        bound = self.loop.call_later(CLAIM_ANSWER_SECONDS, self._decided, attempt, None)
         try:
-            async with asyncio.timeout(CLAIM_ANSWER_SECONDS):
-                return await attempt.answer
-        except TimeoutError:
-            return self._grant_unasked(attempt)
+            return await attempt.answer
+        finally:
+            bound.cancel()
 
     def _decided(self, attempt: _Attempt, decision: Decision | None) -> None:
-        """The store's reply, or None if it was not reached. It may come after the request's end."""
+        """The store's reply; None if it was not reached in time. It may come after the request's
+        end."""
         is_awaited = not attempt.answer.done()
         if decision is None:
             if is_awaited:
@@ -405,6 +421,9 @@ class Claims:
         unknown."""
         session, address = attempt.session, attempt.address
         claim = self.held.find(session, address)
+        if claim is None and session.over:  # nobody would ever release it
+            self._give_back([address], session)
+            return
         if claim is not None and not session.over:
             # The engine attached again: the end of its previous session, which may be detected
             # later, must not release a claim that it still uses.

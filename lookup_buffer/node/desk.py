@@ -217,9 +217,13 @@ class Desk:
         _reply(connection, request, {"present": present})
 
     def _select(self, connection: Connection, session: Session, request: Select) -> None:
-        held = self.reads.hold(session, (request.namespace, request.key))
+        address = (request.namespace, request.key)
+        held = self.reads.hold(session, address)
+        reason = "" if held is not None or request.wait_seconds else self.reads.missing(address)
         if held is not None:
             self._hand_over(connection, session, request, held)
+        elif reason:
+            self._tell_missing(connection, request, reason)
         else:
             connection.start(self._bring(connection, session, request))
 
@@ -236,8 +240,15 @@ class Desk:
         if isinstance(found, Held):
             self._hand_over(connection, session, request, found)
         else:
-            self.counters.add(miss(MissReason.TIMEOUT if request.wait_seconds else found))
-            _reply(connection, request, {"state": "missing", "reason": found})
+            self._tell_missing(connection, request, found)
+
+    def _tell_missing(
+        self, connection: Connection, request: Select | Take, reason: MissReason
+    ) -> None:
+        is_final = isinstance(request, Take) and reason is MissReason.OWNER_DEAD
+        waited = request.wait_seconds and not is_final
+        self.counters.add(miss(MissReason.TIMEOUT if waited else reason))
+        _reply(connection, request, {"state": "missing", "reason": reason})
 
     def _hand_over(
         self, connection: Connection, session: Session, request: Select, held: Held
@@ -293,9 +304,7 @@ class Desk:
         if isinstance(found, Taken):
             self._hand_over_taken(connection, session, request, found)
             return
-        waited = request.wait_seconds and found is not MissReason.OWNER_DEAD
-        self.counters.add(miss(MissReason.TIMEOUT if waited else found))
-        _reply(connection, request, {"state": "missing", "reason": found})
+        self._tell_missing(connection, request, found)
 
     def _hand_over_taken(
         self, connection: Connection, session: Session, request: Take, taken: Taken

@@ -203,6 +203,10 @@ class Handoffs:
         """Whether there is an item, leased or not."""
         return self.shelf.holds(address)
 
+    def concerns(self, address: QualifiedKey) -> bool:
+        """Whether there is an item, an offer, or a taker in the queue."""
+        return address in self._offers or address in self._lines or self.shelf.holds(address)
+
     def leased(self, address: QualifiedKey) -> bool:
         """Whether a taker has the item now, so that it may become READY again."""
         lease = self._current.get(address)

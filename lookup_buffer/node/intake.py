@@ -1,17 +1,19 @@
 """Inserts: copies tensors from clients' staging areas into the arena.
 
-Copies above COPY_INLINE_BYTES run on `lb-copy`, all else on the loop's thread. If another client or
-a fetch is writing the same shared key, the insert waits: `exists` is answered only if readers can
-have the item. A hand-off is admitted (`arrivals`), and answered once its ownership is confirmed
+A request carries one tensor or many, and gets one answer with a result for each. Copies above
+COPY_INLINE_BYTES run on `lb-copy`, all else on the loop's thread. If another client or a fetch is
+writing the same shared key, that insert waits: `exists` is answered only if readers can have the
+item. A hand-off is admitted (`arrivals`), and answered once its ownership is confirmed
 (`announcements`). An insert that was admitted is finished also if its client leaves. Called by
 `desk` and `control`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
@@ -25,7 +27,7 @@ from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_reply
+from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_fields
 from lookup_buffer.shm.memory import Mapping
 
 COPY_INLINE_BYTES = 512 << 10
@@ -33,6 +35,37 @@ COPY_INLINE_BYTES = 512 << 10
 of threads (about 100 µs), and delays the loop no longer than other requests do."""
 LOOK_AGAIN_SECONDS = 0.02
 """The end of a fetch does not resume waiting inserts, so they check this often."""
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """One tensor of a request."""
+
+    address: QualifiedKey
+    header: TensorHeader
+    offset: int
+    """Of its bytes in the staging area."""
+
+
+@dataclass(slots=True, eq=False)
+class _Inserting:
+    """One request, until it is answered. It keeps the staging area mapped."""
+
+    connection: Connection
+    session: Session
+    request: Insert
+    staging: Mapping | None
+    parts: list[_Part]
+    results: list[dict[str, Any] | None]
+    tasks: set["asyncio.Task[None]"] = field(default_factory=set)
+    waiting: set["asyncio.Task[None]"] = field(default_factory=set)
+    """Those whose part is not admitted: the end of the connection cancels them."""
+
+    def admitted(self) -> None:
+        """The part of this task uses the staging area from now on, and is finished."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.waiting.discard(task)
 
 
 @dataclass(slots=True)
@@ -47,184 +80,178 @@ class Intake:
     claims: Claims
     announcements: Announcements
     on_stored: Callable[[QualifiedKey], None]
-    _inserts: dict[Connection, "asyncio.Task[None]"] = field(default_factory=dict)
-    """One at a time for each connection."""
-    _waiting: set[Connection] = field(default_factory=set)
-    """Those whose insert is not admitted yet."""
-    _copying: set[Mapping] = field(default_factory=set)
+    _inserting: dict[Connection, _Inserting] = field(default_factory=dict)
+    """One request at a time for each connection."""
     _copiers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="lb-copy")
     )
 
     def insert(self, connection: Connection, session: Session, request: Insert) -> None:
-        """Store the first bytes of the connection's staging area, or answer `exists`.
+        """Store tensors of the connection's staging area, or answer `exists`.
 
         Raises:
-            LookupBufferError: the caller sends it as the reply.
+            ProtocolError: the request is not valid; nothing was done.
         """
-        if connection in self._inserts:
+        if connection in self._inserting:
             raise ProtocolError("an insert is already in flight on this connection")
-        header = TensorHeader.from_fields(request.header)
         staging = session.stagings.get(connection)
-        if header.nbytes and (staging is None or staging.nbytes < header.nbytes):
-            raise ProtocolError("the staging area is smaller than the tensor")
-        if is_handoff(request.key):
-            insert = partial(self._hand_off, connection, session, request, header)
-            self._start_waiting(connection, request, insert)
-            return
-        item = self._reserve(request, header)
-        if item is not None:
-            self._take_in(connection, session, request, item)
-        elif self.shelf.holds((request.namespace, request.key)):
-            self._answer_exists(connection, session, request)
+        parts = _parts(request, 0 if staging is None else staging.nbytes)
+        one = _Inserting(connection, session, request, staging, parts, [None] * len(parts))
+        self._inserting[connection] = one
+        reserved = []
+        for index, part in enumerate(parts):
+            if is_handoff(part.address[1]):
+                self._start(one, self._hand_off(one, index), waits=True)
+            elif (item := self._reserve(one, index)) is not None:
+                reserved.append((index, item))
+            elif one.results[index] is None:
+                self._start(one, self._retry(one, index), waits=True)
+        if sum(item.nbytes for _, item in reserved) <= COPY_INLINE_BYTES:
+            for index, item in reserved:
+                self._store(one, index, item, self._fill(one, index, item))
         else:
-            retry = partial(self._retry, connection, session, request, header)
-            self._start_waiting(connection, request, retry)
+            self._start(one, self._copy_and_store(one, reserved), waits=False)
+        self._answer_if_complete(one)
 
     def unstage(self, session: Session, connection: Connection) -> None:
-        """Unmap the connection's staging area; if a copy reads it, after that copy. An insert that
-        waits for it is dropped."""
-        if connection in self._waiting:
-            self._inserts[connection].cancel()
+        """Unmap the connection's staging area; if an insert uses it, after that. What waits to be
+        admitted is dropped."""
         staging = session.stagings.pop(connection, None)
-        if staging is not None and staging not in self._copying:
+        inserting = self._inserting.get(connection)
+        for task in inserting.waiting if inserting else ():
+            task.cancel()
+        if staging is not None and (inserting is None or inserting.staging is not staging):
             staging.close()
 
     def close(self) -> None:
         self._copiers.shutdown(wait=True, cancel_futures=True)
 
-    def _start_waiting(
-        self, connection: Connection, request: Insert, insert: Callable[[], Awaitable[None]]
-    ) -> None:
-        self._waiting.add(connection)
-        self._start(connection, request, insert)
+    # -- one request
 
-    def _start(
-        self, connection: Connection, request: Insert, insert: Callable[[], Awaitable[None]]
-    ) -> None:
-        """Run an insert that waits, and send its error."""
+    def _start(self, one: _Inserting, part: Coroutine[Any, Any, None], *, waits: bool) -> None:
+        task = self.loop.create_task(part)
+        one.tasks.add(task)
+        if waits:
+            one.waiting.add(task)
+        task.add_done_callback(partial(self._ended, one))
 
-        async def run() -> None:
-            try:
-                await insert()
-            except LookupBufferError as error:
-                connection.send(error_reply(request.id, error))
+    def _ended(self, one: _Inserting, task: "asyncio.Task[None]") -> None:
+        one.tasks.discard(task)
+        one.waiting.discard(task)
+        self._answer_if_complete(one)
 
-        def ended(_: object) -> None:
-            self._waiting.discard(connection)
-            del self._inserts[connection]
+    def _answer_if_complete(self, one: _Inserting) -> None:
+        if one.tasks:
+            return
+        del self._inserting[one.connection]
+        if one.staging is not None and one.session.stagings.get(one.connection) is not one.staging:
+            one.staging.close()  # the connection ended, or its area was replaced, meanwhile
+        if None not in one.results:  # else it was dropped
+            one.connection.send({"id": one.request.id, "results": one.results})
 
-        task = self._inserts[connection] = self.loop.create_task(run())
-        task.add_done_callback(ended)
+    def _refuse(self, one: _Inserting, index: int, error: LookupBufferError) -> None:
+        self.counters.add("inserts_refused")
+        one.results[index] = error_fields(error)
 
     # -- shared items
 
-    def _reserve(self, request: Insert, header: TensorHeader) -> Item | None:
-        address = (request.namespace, request.key)
+    def _reserve(self, one: _Inserting, index: int) -> Item | None:
+        """Memory for a part; None if it has its result, or if another one is writing the key."""
+        part = one.parts[index]
         try:
-            return self.shelf.reserve(
-                address, header, origin="local", ttl_seconds=request.ttl_seconds
+            item = self.shelf.reserve(
+                part.address, part.header, origin="local", ttl_seconds=one.request.ttl_seconds
             )
-        except LookupBufferError:
-            self.counters.add("inserts_refused")
-            raise
+        except LookupBufferError as error:
+            self._refuse(one, index, error)
+            return None
+        if item is None and self.shelf.holds(part.address):
+            self.counters.add("inserts_exists")
+            self.claims.inserted(one.session, part.address)
+            one.results[index] = {"outcome": InsertOutcome.EXISTS.value}
+        return item
 
-    async def _retry(
-        self, connection: Connection, session: Session, request: Insert, header: TensorHeader
-    ) -> None:
+    async def _retry(self, one: _Inserting, index: int) -> None:
         """Another one is writing the key: insert it if that fails."""
-        address = (request.namespace, request.key)
-        while (item := self._reserve(request, header)) is None:
-            if self.shelf.holds(address):
-                self._answer_exists(connection, session, request)
+        while (item := self._reserve(one, index)) is None:
+            if one.results[index] is not None:
                 return
-            await self.waiting.pause(address, LOOK_AGAIN_SECONDS)
-        self._waiting.discard(connection)
-        copied = self._copy(connection, session, item)
-        self._store(connection, session, request, item, await asyncio.shield(copied))
+            await self.waiting.pause(one.parts[index].address, LOOK_AGAIN_SECONDS)
+        one.admitted()
+        await self._copy_and_store(one, [(index, item)])
 
-    def _take_in(
-        self, connection: Connection, session: Session, request: Insert, item: Item
-    ) -> None:
-        copied = self._copy(connection, session, item)
-        if copied.done():
-            self._store(connection, session, request, item, copied.result())
-            return
+    async def _copy_and_store(self, one: _Inserting, reserved: Sequence[tuple[int, Item]]) -> None:
+        checksums = await self._copy(one, reserved)
+        for (index, item), checksum in zip(reserved, checksums, strict=True):
+            self._store(one, index, item, checksum)
 
-        async def store() -> None:
-            self._store(connection, session, request, item, await asyncio.shield(copied))
-
-        self._start(connection, request, store)
-
-    def _store(
-        self, connection: Connection, session: Session, request: Insert, item: Item, checksum: int
-    ) -> None:
-        ticket = self.shelf.commit(item, checksum, session.id)
-        self.claims.inserted(session, item.address)
-        self._stored(item)
-        self.shelf.release([ticket], session.id)
-        _tell_stored(connection, request, item)
-
-    def _answer_exists(self, connection: Connection, session: Session, request: Insert) -> None:
-        self.counters.add("inserts_exists")
-        self.claims.inserted(session, (request.namespace, request.key))
-        connection.send({"id": request.id, "outcome": "exists"})
+    def _store(self, one: _Inserting, index: int, item: Item, checksum: int) -> None:
+        ticket = self._commit(one, item, checksum)
+        self.claims.inserted(one.session, item.address)
+        self._stored(one, index, item)
+        self.shelf.release([ticket], one.session.id)
 
     # -- hand-offs
 
-    async def _hand_off(
-        self, connection: Connection, session: Session, request: Insert, header: TensorHeader
-    ) -> None:
+    async def _hand_off(self, one: _Inserting, index: int) -> None:
+        part, request = one.parts[index], one.request
         until = self.loop.time() + request.wait_seconds
-        arrival = Arrival((request.namespace, request.key), header, request.ttl_seconds, until)
+        arrival = Arrival(part.address, part.header, request.ttl_seconds, until)
         try:
-            async with self.arrivals.admitted(arrival) as item:
-                self._waiting.discard(connection)
-                checksum = await asyncio.shield(self._copy(connection, session, item))
-                ticket = self.shelf.commit(item, checksum, session.id)
-                try:
-                    outcome = await self.announcements.confirm(item, until)
-                    if outcome is InsertOutcome.STORED:
-                        self._stored(item)
-                finally:
-                    self.shelf.release([ticket], session.id)
-        except LookupBufferError:
-            self.counters.add("inserts_refused")
-            raise
-        if outcome is InsertOutcome.STORED:
-            _tell_stored(connection, request, item)
-        else:
+            item = await self.arrivals.admit(arrival)
+            one.admitted()
+            (checksum,) = await self._copy(one, [(index, item)])
+            ticket = self._commit(one, item, checksum)
+            try:
+                outcome = await self.announcements.confirm(item, until)
+                if outcome is InsertOutcome.STORED:
+                    self._stored(one, index, item)
+            finally:
+                self.shelf.release([ticket], one.session.id)
+        except LookupBufferError as error:
+            self._refuse(one, index, error)
+            return
+        finally:
+            self.arrivals.landed(arrival)
+        if outcome is not InsertOutcome.STORED:
             self.counters.add("inserts_exists")
-            connection.send({"id": request.id, "outcome": outcome.value})
+            one.results[index] = {"outcome": outcome.value}
 
     # -- the copy
 
-    def _copy(self, connection: Connection, session: Session, item: Item) -> "asyncio.Future[int]":
-        """Copy the bytes into the reserved memory, which no end of the client interrupts; the
-        result is their checksum."""
-        item.device = session.device
-        staging = session.stagings.get(connection)
-        if staging is None or item.nbytes <= COPY_INLINE_BYTES:
-            done: asyncio.Future[int] = self.loop.create_future()
-            done.set_result(self.shelf.fill(item, staging))
-            return done
+    async def _copy(self, one: _Inserting, reserved: Sequence[tuple[int, Item]]) -> list[int]:
+        """Copy bytes into the reserved memory, which no end of the client interrupts; returns
+        their checksums."""
+        fill = partial(self._fill_all, one, reserved)
+        if sum(item.nbytes for _, item in reserved) <= COPY_INLINE_BYTES:
+            return fill()
+        return await asyncio.shield(self.loop.run_in_executor(self._copiers, fill))
 
-        def copied(_: object) -> None:
-            self._copying.discard(staging)
-            if session.stagings.get(connection) is not staging:
-                staging.close()  # its connection ended, or it was replaced, during the copy
+    def _fill_all(self, one: _Inserting, reserved: Sequence[tuple[int, Item]]) -> list[int]:
+        return [self._fill(one, index, item) for index, item in reserved]
 
-        self._copying.add(staging)
-        copy = self.loop.run_in_executor(self._copiers, self.shelf.fill, item, staging)
-        copy.add_done_callback(copied)
-        return copy
+    def _fill(self, one: _Inserting, index: int, item: Item) -> int:
+        return self.shelf.fill(item, one.staging, one.parts[index].offset)
 
-    def _stored(self, item: Item) -> None:
+    def _commit(self, one: _Inserting, item: Item, checksum: int) -> int:
+        item.device = one.session.device
+        return self.shelf.commit(item, checksum, one.session.id)
+
+    def _stored(self, one: _Inserting, index: int, item: Item) -> None:
         self.counters.add("inserts_stored")
         self.counters.add("bytes_inserted", item.nbytes)
         self.on_stored(item.address)
+        one.results[index] = {"outcome": InsertOutcome.STORED.value, "checksum": item.checksum}
 
 
-def _tell_stored(connection: Connection, request: Insert, item: Item) -> None:
-    outcome = InsertOutcome.STORED.value
-    connection.send({"id": request.id, "outcome": outcome, "checksum": item.checksum})
+def _parts(request: Insert, staging_bytes: int) -> list[_Part]:
+    """Raises ProtocolError if the lists do not agree, or exceed the staging area."""
+    if not len(request.keys) == len(request.headers) == len(request.offsets) > 0:
+        raise ProtocolError("an insert needs as many headers and offsets as keys")
+    parts = []
+    for key, fields, offset in zip(request.keys, request.headers, request.offsets, strict=True):
+        header = TensorHeader.from_fields(fields)
+        if header.nbytes and offset + header.nbytes > staging_bytes:
+            raise ProtocolError("the staging area is smaller than the tensors")
+        parts.append(_Part((request.namespace, key), header, offset))
+    return parts

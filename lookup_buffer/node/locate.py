@@ -95,6 +95,10 @@ class Locator:
         default_factory=lambda: defaultdict(lambda: Breaker(time.monotonic))
     )
     """By server name, so that a dead server does not cost every look-up its timeout."""
+    _meeting: asyncio.Task[None] | None = None
+    """Will read the membership, for the records in `_unmet`."""
+    _meeting_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _unmet: list[Record] = field(default_factory=list)
     _epoch: int = -1
     """The epoch of the membership when the current round began."""
     _round: int = 0
@@ -152,7 +156,7 @@ class Locator:
                     return None
                 self.start()
             assert self._opening is not None
-            await asyncio.shield(self._opening)
+            await asyncio.wait([self._opening])
         return None if self._store is None else self._store.store
 
     def place_of(self, address: QualifiedKey) -> str:
@@ -189,17 +193,29 @@ class Locator:
         return record is None or all(map(self.directory.knows, record.locations))
 
     async def meet(self, records: Sequence[Record]) -> None:
-        """Make known all nodes that these records name, as far as possible."""
-        if not all(map(self.knows, records)):
+        """Make known all nodes that these records name, as far as possible.
+
+        All that ask for it before the membership is read share that reading.
+        """
+        if all(map(self.knows, records)):
+            return
+        self._unmet += records
+        if self._meeting is None:
+            self._meeting = self.loop.create_task(self._meet())
+        await asyncio.wait([self._meeting])
+
+    async def _meet(self) -> None:
+        async with self._meeting_lock:
+            records, self._unmet, self._meeting = self._unmet, [], None
             assert self._store is not None, "the records come from there"
             await self.loop.run_in_executor(self._thread, self.directory.meet, self._store, records)
 
     def close(self) -> None:
         """Stop. The loop runs no more; whoever closes it ends the cancelled tasks."""
-        for task in (self._opening, self._asking, *self._tasks):
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        for task in (self._opening, self._asking, self._meeting, *self._tasks):
             if task is not None:
                 task.cancel()
-        self._thread.shutdown(wait=True, cancel_futures=True)
         if self._mirror is not None:
             self.storage.close_mirror(self._mirror)
 
@@ -209,8 +225,9 @@ class Locator:
         try:
             store = await self.loop.run_in_executor(self._thread, self.storage.store)
         except StoreError:
-            self._open_at = self.loop.time() + OPEN_AGAIN_SECONDS
             return
+        finally:
+            self._open_at = self.loop.time() + OPEN_AGAIN_SECONDS
         if self.mirrored:
             opened = self.storage.mirror(self._forgotten)
             assert opened is not None, "the node has asked `Storage.has_mirror`"

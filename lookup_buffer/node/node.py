@@ -322,6 +322,8 @@ class Node:
 
     def _end_tasks(self) -> None:
         """Let what was cancelled run to its end."""
+        if self._loop.is_closed():
+            return  # closing the store has done it
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()

@@ -9,10 +9,9 @@ of other nodes.
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
@@ -29,6 +28,8 @@ from lookup_buffer.times import PEER_IDLE_SECONDS, PEER_SEND_SECONDS
 
 CONNECTIONS_MAX = 128
 HANDSHAKE_SECONDS = 2.0
+ITEMS_MAX = 256
+"""Bound on the items of one request."""
 PEER_OWNER = -2
 """Owner of the pins on items that are being sent."""
 
@@ -119,52 +120,66 @@ class PeerServer:
         return True
 
     def _answer(self, link: FramedSocket, request: Frame) -> None:
-        address = self._asked_for(request)
-        held = self._hold(address, request.header)
-        if held is None:
-            link.send({"status": "stale"}, timeout=PEER_SEND_SECONDS)
-            return
-        try:
-            item = held.item
-            remaining = self.shelf.remaining_seconds(item)
-            namespace, key = item.address
-            header = PayloadHeader(
-                namespace=namespace,
-                key=key,
-                generation=item.generation,
-                checksum=item.checksum,
-                ttl_ms=None if remaining is None else int(remaining * 1000),
-                tensor=item.header,
-            )
-            answer = {"status": "ok", "payload": header.to_fields()}
-            link.send(answer, self.shelf.bytes_of(item), timeout=PEER_SEND_SECONDS)
-            self.counters.add("bytes_served", item.nbytes)
-        finally:
-            self.shelf.release([held.ticket], PEER_OWNER)
+        """Send the requested items one after another, each as it is now."""
+        for address, boot, generation in _asked_for(request):
+            held = self._hold(address, boot, generation)
+            if held is None:
+                link.send({"status": "stale"}, timeout=PEER_SEND_SECONDS)
+                continue
+            try:
+                self._send(link, held)
+            finally:
+                self.shelf.release([held.ticket], PEER_OWNER)
 
-    def _asked_for(self, frame: Frame) -> QualifiedKey:
-        request = frame.header
-        if frame.payload_nbytes or not isinstance(request, dict) or request.get("op") != "get":
-            raise ProtocolError("the only requests of a peer are 'get' and 'handoffs'")
-        namespace, key = request.get("namespace"), request.get("key")
-        if not isinstance(namespace, str) or not isinstance(key, str):
-            raise ProtocolError("a request needs a namespace and a key")
-        if not is_fingerprint(namespace):
-            raise ProtocolError("the namespace is not a fingerprint")
-        return namespace, key
+    def _send(self, link: FramedSocket, held: Held) -> None:
+        item = held.item
+        remaining = self.shelf.remaining_seconds(item)
+        namespace, key = item.address
+        header = PayloadHeader(
+            namespace=namespace,
+            key=key,
+            generation=item.generation,
+            checksum=item.checksum,
+            ttl_ms=None if remaining is None else int(remaining * 1000),
+            tensor=item.header,
+        )
+        answer = {"status": "ok", "payload": header.to_fields()}
+        link.send(answer, self.shelf.bytes_of(item), timeout=PEER_SEND_SECONDS)
+        self.counters.add("bytes_served", item.nbytes)
 
-    def _hold(self, address: QualifiedKey, request: Any) -> Held | None:
+    def _hold(self, address: QualifiedKey, boot: object, generation: object) -> Held | None:
         """The requested item, pinned; None if this boot does not have that generation."""
-        if request.get("boot") != self.boot:
+        if boot != self.boot:
             self.missed(address)
             return None
         try:
             held = self.shelf.hold(address, PEER_OWNER)
         except BufferFull:
             return None  # the reader tries another holder, or encodes
-        if held is not None and held.item.generation == request.get("generation"):
+        if held is not None and held.item.generation == generation:
             return held
         if held is not None:
             self.shelf.release([held.ticket], PEER_OWNER)
         self.missed(address)
         return None
+
+
+def _asked_for(frame: Frame) -> Iterator[tuple[QualifiedKey, object, object]]:
+    """Address, boot and generation of each requested item.
+
+    Raises:
+        ProtocolError: it is not a valid request.
+    """
+    request = frame.header
+    if frame.payload_nbytes or not isinstance(request, dict) or request.get("op") != "get":
+        raise ProtocolError("the only requests of a peer are 'get' and 'handoffs'")
+    items = request.get("items")
+    if not isinstance(items, list) or not 0 < len(items) <= ITEMS_MAX:
+        raise ProtocolError(f"a request is for 1 to {ITEMS_MAX} items")
+    for item in items:
+        if not isinstance(item, list) or len(item) != 4:
+            raise ProtocolError("an item is [namespace, key, boot, generation]")
+        namespace, key, boot, generation = item
+        if not isinstance(key, str) or not is_fingerprint(namespace):
+            raise ProtocolError("an item needs the fingerprint of a namespace, and a key")
+        yield (namespace, key), boot, generation

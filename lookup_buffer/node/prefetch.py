@@ -8,7 +8,8 @@ answered when they are published. Called by `desk` on the loop's thread.
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,22 +138,30 @@ class Prefetches:
         awaited = [address for address in addresses if self._may_wait(pending, address)]
         if self._awaited[pending.session.id] + len(awaited) > AWAITED_MAX:
             awaited = []
-        async with asyncio.TaskGroup() as group:
-            for address in awaited:
-                group.create_task(self._await(pending, address))
-            left = set(addresses).difference(awaited)
-            await self.reads.bring_each([each for each in addresses if each in left], settle)
+        with self._counted_awaited(pending.session, len(awaited)):
+            async with asyncio.TaskGroup() as group:
+                for address in awaited:
+                    group.create_task(self._await(pending, address))
+                left = set(addresses).difference(awaited)
+                await self.reads.bring_each([each for each in addresses if each in left], settle)
 
-    async def _await(self, pending: _Pending, address: QualifiedKey) -> None:
-        session, request = pending.session, pending.request
-        hold = functools.partial(self._hold_each, pending, address)
-        self._awaited[session.id] += 1
+    @contextmanager
+    def _counted_awaited(self, session: Session, count: int) -> Iterator[None]:
+        self._awaited[session.id] += count
         try:
-            found = await self.reads.bring(address, request.wait_seconds, hold)
+            yield
         finally:
-            self._awaited[session.id] -= 1
+            self._awaited[session.id] -= count
             if not self._awaited[session.id]:
                 del self._awaited[session.id]
+
+    async def _await(self, pending: _Pending, address: QualifiedKey) -> None:
+        def hold(fetched: Fetched) -> list[tuple[int, dict[str, Any]]] | None:
+            if not self.reads.shelf.holds(address):  # then ranks that are missing do not matter
+                return None
+            return self._hold_each(pending, address, fetched)
+
+        found = await self.reads.bring(address, pending.request.wait_seconds, hold)
         if isinstance(found, MissReason):
             self._settle(pending, [(address, Fetched(None, found))])
         else:
@@ -160,6 +169,8 @@ class Prefetches:
 
     def _settle(self, pending: _Pending, settled: list[tuple[QualifiedKey, Fetched]]) -> None:
         """Send the session the results of these keys: pins, or misses."""
+        if pending.session.over:
+            return
         entries = []
         for address, fetched in settled:
             held = self._hold_each(pending, address, fetched)

@@ -8,7 +8,7 @@ never kept: each reader gets its own, which is freed with its pin. Called by `de
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
@@ -19,7 +19,7 @@ from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located, Locator
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
-from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher
+from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.protocol.messages import Contains
 from lookup_buffer.times import CALL_SECONDS, NODE_SHARE
@@ -31,6 +31,16 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
+class _Reader:
+    """A request for some keys, while it waits for their fetches."""
+
+    came: Callable[["_Fetch"], None]
+    """Called with each fetch that has its result."""
+    fetching: Callable[[int], None] = lambda nbytes: None
+    """Called with the bytes of each transfer that has begun."""
+
+
+@dataclass(slots=True, eq=False)
 class _Fetch:
     """One key that is located and fetched, for all its readers.
 
@@ -38,10 +48,10 @@ class _Fetch:
     """
 
     address: QualifiedKey
-    nbytes: "asyncio.Future[int | None]"
-    """Set when a transfer begins, or to None if there is none."""
-    done: "asyncio.Future[Fetched]"
-    readers: int = 0
+    readers: list[_Reader] = field(default_factory=list)
+    nbytes: int | None = None
+    """Set when the transfer begins."""
+    result: Fetched | None = None
     is_doubted: bool = False
     """The running look-up may be out of date: repeat it."""
 
@@ -60,11 +70,14 @@ class Reads:
     # -- what is here
 
     def hold(self, session: Session, address: QualifiedKey) -> Held | None:
-        """Pin the item at `address` for the session and count the hit; None if it is absent here.
+        """Pin the item at `address` for the session and count the hit; None if it is absent here,
+        or if the session is over: nobody would release the pin.
 
         Raises:
             BufferFull: pins and reservations would exceed their share.
         """
+        if session.over:
+            return None
         held = self.shelf.hold(address, session.id, session.ranks())
         if held is not None:
             self._count(session, held)
@@ -75,7 +88,8 @@ class Reads:
     ) -> Held | None:
         """As `hold`; also if what came is a copy for this reader alone."""
         held = self.hold(session, address)
-        if held is None and fetched.held is not None and is_handoff(address[1]):
+        is_lent = is_handoff(address[1]) and not session.over
+        if held is None and fetched.held is not None and is_lent:
             held = self.shelf.pin(fetched.held.item, session.id, session.ranks())
             self._count(session, held)
         return held
@@ -103,14 +117,17 @@ class Reads:
         until = self.loop.time() + wait_seconds
         try:
             async with asyncio.timeout_at(until + GRACE_SECONDS) as bound:
+
+                def begun(nbytes: int) -> None:
+                    if not bound.expired():
+                        bound.reschedule(None)
+                        fetching(nbytes)
+
                 with self.waiting.changes(address, until) as changed:
                     while True:
-                        with self._joined([address]) as (fetch,):
-                            nbytes = await asyncio.shield(fetch.nbytes)
-                            if nbytes is not None:
-                                bound.reschedule(None)
-                                fetching(nbytes)
-                            fetched = await asyncio.shield(fetch.done)
+                        came: asyncio.Future[_Fetch] = self.loop.create_future()
+                        with self._joined([address], _Reader(partial(_set, came), begun)):
+                            fetched = (await came).result or Fetched(None)
                             if (found := hold(fetched)) is not None:
                                 return found
                         if self.loop.time() >= until:
@@ -131,17 +148,16 @@ class Reads:
         What came is pinned during that call only.
         """
         came: asyncio.Queue[_Fetch] = asyncio.Queue()
-        with self._joined(addresses) as fetches:
-            for fetch in fetches:
-                fetch.done.add_done_callback(partial(_put, came, fetch))
+        reader = _Reader(came.put_nowait)
+        with self._joined(addresses, reader) as fetches:
             while fetches:
                 settled = [await came.get()]
                 while not came.empty():
                     settled.append(came.get_nowait())
-                settle([(fetch.address, fetch.done.result()) for fetch in settled])
+                settle([(fetch.address, fetch.result or Fetched(None)) for fetch in settled])
                 for fetch in settled:
                     fetches.remove(fetch)
-                    self._leave(fetch)
+                    self._leave(fetch, reader)
 
     def missing(self, address: QualifiedKey) -> MaybeMissed:
         """Why no node has the key, if that is known without a call of the store; else ""."""
@@ -179,84 +195,99 @@ class Reads:
     async def look_up(self, request: Contains, present: list[bool], unknown: list[int]) -> None:
         """Complete what `contains` returned, as far as the request's budget allows."""
         addresses = [(request.namespace, request.keys[index]) for index in unknown]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(request.budget_seconds):
-                for index, found in zip(unknown, await self.locator.locate(addresses), strict=True):
-                    present[index] = bool(found.sources)
+        located = self.loop.create_task(self.locator.locate(addresses))
+        try:
+            await asyncio.wait([located], timeout=request.budget_seconds)
+        finally:
+            is_late = located.cancel()
+        if not is_late:
+            for index, found in zip(unknown, located.result(), strict=True):
+                present[index] = bool(found.sources)
 
     # -- fetches
 
     @contextmanager
-    def _joined(self, addresses: Sequence[QualifiedKey]) -> Iterator[set[_Fetch]]:
+    def _joined(self, addresses: Sequence[QualifiedKey], reader: _Reader) -> Iterator[set[_Fetch]]:
         """The fetches of these distinct keys; those that are not running begin. Who is done with
         one before the end of the `with` block takes it out of the set and leaves it."""
-        joined, begun = set(), []
+        joined, known, unknown = set(), [], []
         for address in addresses:
             fetch = self._fetches.get(address)
             if fetch is None:
-                fetch = _Fetch(address, self.loop.create_future(), self.loop.create_future())
-                begun.append(fetch)
+                fetch = _Fetch(address)
                 if not is_handoff(address[1]):
                     self._fetches[address] = fetch
-            fetch.readers += 1
+                found = self.locator.cached(address)
+                if found is None:
+                    unknown.append(fetch)
+                else:
+                    known.append((fetch, found))
+            elif fetch.nbytes is not None:
+                reader.fetching(fetch.nbytes)
+            fetch.readers.append(reader)
             joined.add(fetch)
-        if begun:
-            task = self.loop.create_task(self._locate(begun))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
         try:
+            unknown += self._begin(known)
+            if unknown:
+                task = self.loop.create_task(self._locate(unknown))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
             yield joined
         finally:
             for fetch in joined:
-                self._leave(fetch)
+                self._leave(fetch, reader)
 
-    def _leave(self, fetch: _Fetch) -> None:
-        fetch.readers -= 1
-        if not fetch.readers and fetch.done.done():
-            self._release(fetch.done.result())
+    def _leave(self, fetch: _Fetch, reader: _Reader) -> None:
+        fetch.readers.remove(reader)
+        if not fetch.readers and fetch.result is not None:
+            self._release(fetch.result)
 
     async def _locate(self, fetches: list[_Fetch]) -> None:
         try:
             while fetches:
                 located = await self.locator.locate([fetch.address for fetch in fetches])
-                fetches = [
-                    fetch
-                    for fetch, found in zip(fetches, located, strict=True)
-                    if not self._begin(fetch, found)
-                ]
+                fetches = self._begin(list(zip(fetches, located, strict=True)))
         finally:  # a bug, or the node shuts down
             for fetch in fetches:
-                if not fetch.done.done():
-                    self._settle(fetch, Fetched(None, MissReason.STORE_DOWN))
+                self._settle(fetch, Fetched(None, MissReason.STORE_DOWN))
 
-    def _begin(self, fetch: _Fetch, found: Located) -> bool:
-        """Begin the transfer, or settle a miss. Returns False if the look-up must be repeated."""
-        if fetch.done.done():
-            return True  # inserted here meanwhile
-        was_doubted, fetch.is_doubted = fetch.is_doubted, False
-        if found.sources and found.record is not None:
-            fetch.nbytes.set_result(found.record.nbytes)
-            transfer = self.fetcher.fetch(fetch.address, found, loan=is_handoff(fetch.address[1]))
-            transfer.add_done_callback(lambda done: self._fetched(fetch, done.result()))
-            return True
-        if not was_doubted:
-            self._settle(fetch, Fetched(None, found.reason))
-        return not was_doubted
+    def _begin(self, fetches: Sequence[tuple[_Fetch, Located]]) -> list[_Fetch]:
+        """Begin the transfers, and settle misses. Returns those whose look-up must be repeated."""
+        again, wanted = [], []
+        for fetch, found in fetches:
+            was_doubted, fetch.is_doubted = fetch.is_doubted, False
+            if fetch.result is not None:
+                continue  # inserted here meanwhile
+            if found.sources and found.record is not None:
+                fetch.nbytes = found.record.nbytes
+                fetched = partial(self._fetched, fetch)
+                loan = is_handoff(fetch.address[1])
+                wanted.append(Wanted(fetch.address, found, fetched, loan))
+                for reader in fetch.readers:
+                    reader.fetching(fetch.nbytes)
+            elif was_doubted:
+                again.append(fetch)
+            else:
+                self._settle(fetch, Fetched(None, found.reason))
+        self.fetcher.fetch(wanted)
+        return again
 
     def _fetched(self, fetch: _Fetch, fetched: Fetched) -> None:
         if fetched.reason == MissReason.STALE:
             self.locator.forget(fetch.address)
-        if fetch.done.done():
-            self._release(fetched)
-        else:
+        if fetch.result is None:
             self._settle(fetch, fetched)
+        else:  # inserted here meanwhile
+            self._release(fetched)
 
     def _settle(self, fetch: _Fetch, fetched: Fetched) -> None:
+        if fetch.result is not None:
+            return
         if self._fetches.get(fetch.address) is fetch:
             del self._fetches[fetch.address]
-        if not fetch.nbytes.done():
-            fetch.nbytes.set_result(None)
-        fetch.done.set_result(fetched)
+        fetch.result = fetched
+        for reader in fetch.readers:
+            reader.came(fetch)
         if not fetch.readers:
             self._release(fetched)
 
@@ -265,5 +296,6 @@ class Reads:
             self.shelf.release([fetched.held.ticket], FETCH_OWNER)
 
 
-def _put(came: "asyncio.Queue[_Fetch]", fetch: _Fetch, _: object) -> None:
-    came.put_nowait(fetch)
+def _set(came: "asyncio.Future[_Fetch]", fetch: _Fetch) -> None:
+    if not came.done():  # else its reader is being cancelled
+        came.set_result(fetch)

@@ -204,8 +204,8 @@ class Shelf:
         """From now on call `tell`, on any thread, when bytes were freed or became evictable."""
         self._on_room = tell
 
-    def fill(self, item: Item, source: Mapping | None) -> int:
-        """Copy a reservation's bytes from the start of `source`; returns their checksum.
+    def fill(self, item: Item, source: Mapping | None, offset: int) -> int:
+        """Copy a reservation's bytes from `offset` in `source`; returns their checksum.
 
         An item of 0 bytes needs no source, and has a checksum, too.
 
@@ -213,7 +213,7 @@ class Shelf:
         get the bytes that were checked.
         """
         if source is not None:
-            copy_bytes(self.arena.address + item.offset, source.address, item.nbytes)
+            copy_bytes(self.arena.address + item.offset, source.address + offset, item.nbytes)
         return xxh3_64_intdigest(self.bytes_of(item))
 
     def remove(self, item: Item, reason: str) -> None:

@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from lookup_buffer.errors import MissReason, ProtocolError
@@ -27,7 +28,7 @@ from lookup_buffer.node.locate import Located, Locator
 from lookup_buffer.node.owners import UNREACHED, Answer, Owners, again_seconds
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
-from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher
+from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.protocol.messages import Acknowledge, GiveBack, Take
 from lookup_buffer.times import CALL_SECONDS, LEASE_ANSWER_SECONDS, NODE_SHARE
@@ -150,7 +151,7 @@ class Takes:
     async def _lease_here(self, take: _Take) -> Lease | None:
         """Queue here until there is nothing to wait for, or until the deadline."""
         left = take.until - self.loop.time()
-        if left <= 0:
+        if left <= 0 or not self.handoffs.concerns(take.address):
             return self.handoffs.take_now(take.address, take.session)
         try:
             async with asyncio.timeout(left):
@@ -207,15 +208,20 @@ class Takes:
         request = Take(self.owners.next_number(), *take.address, patience)
         take.is_queued = True
         asked = owner.ask(request)
+
+        def leave() -> None:
+            take.is_left = True
+            owner.leave(self.owners.next_number(), request.id)
+
+        patient = self.loop.call_later(patience, leave) if patience else None
         try:
-            if patience and not (await asyncio.wait([asked], timeout=patience))[0]:
-                take.is_left = True
-                owner.leave(self.owners.next_number(), request.id)
             answer = await asked
         except asyncio.CancelledError:
-            asked.cancel()
             owner.leave(self.owners.next_number(), request.id)
             raise
+        finally:
+            if patient is not None:
+                patient.cancel()
         take.is_queued = False
         return answer
 
@@ -228,11 +234,14 @@ class Takes:
             take.fetching(answer.nbytes)
             take.bound.reschedule(None)  # a transfer has a deadline of its own
             located = Located(None, ((exactly, endpoint),))
-            done = self.fetcher.fetch(take.address, located, loan=True)
+            came: asyncio.Future[Fetched] = self.loop.create_future()
+            done = partial(self._came, came)
+            self.fetcher.fetch([Wanted(take.address, located, done, loan=True)])
             try:
-                fetched = await asyncio.shield(done)
+                fetched = await came
             except asyncio.CancelledError:
-                done.add_done_callback(lambda done: self._release(done.result()))
+                if not came.cancelled():
+                    self._release(came.result())
                 raise
             take.bound.reschedule(take.until + NODE_SHARE * CALL_SECONDS)
             if fetched.held is None:
@@ -246,6 +255,12 @@ class Takes:
             self.give_back_lease(leased)
             raise
         return self._grant(take.session, leased, held)
+
+    def _came(self, came: "asyncio.Future[Fetched]", fetched: Fetched) -> None:
+        if came.done():  # the request was cancelled
+            self._release(fetched)
+        else:
+            came.set_result(fetched)
 
     def _release(self, fetched: Fetched) -> None:
         if fetched.held is not None:

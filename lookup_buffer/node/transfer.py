@@ -11,7 +11,8 @@ on the loop's thread.
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,6 @@ from lookup_buffer.errors import (
     BufferFull,
     CorruptTensor,
     MaybeMissed,
-    MissingTensor,
     MissReason,
     NodeRefused,
     PipeError,
@@ -45,6 +45,13 @@ from store import Location
 THREADS = 4
 IDLE_LINKS_MAX = 4
 
+BATCH_BYTES = 4 << 20
+"""Items of up to so many bytes are requested together: a round trip for each of them would cost
+more than their bytes. Larger ones are spread over the threads."""
+BATCH_MAX = 64
+TOLD_TOGETHER = 8
+"""So many small items that have come are told to the loop together."""
+TOLD_TOGETHER_BYTES = 1 << 20
 NOTED_MAX = 64
 """Bound on the failures that are noted between two beats; others are dropped."""
 _TOLD = (MissReason.CHECKSUM, MissReason.PEER_FAILED)
@@ -59,6 +66,28 @@ class Fetched:
 
     held: Held | None
     reason: MaybeMissed = ""
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """One key to be fetched. `done` is called on the loop with what came, which is released by
+    whoever gets it. `loan`: the copy is visible only to its pins."""
+
+    address: QualifiedKey
+    located: Located
+    done: Callable[[Fetched], None]
+    loan: bool = False
+    tried: int = 0
+    """Holders that did not deliver it."""
+    fetched: Fetched = Fetched(None)
+
+    @property
+    def source(self) -> tuple[Location, str]:
+        return self.located.sources[self.tried]
+
+    @property
+    def nbytes(self) -> int:
+        return self.located.record.nbytes if self.located.record else 0
 
 
 @dataclass(slots=True)
@@ -94,14 +123,15 @@ class Fetcher:
         default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lb-fetch")
     )
 
-    def fetch(
-        self, address: QualifiedKey, located: Located, *, loan: bool = False
-    ) -> "asyncio.Future[Fetched]":
-        """Fetch from the first holder that delivers. `loan`: the copy is visible only to its
-        pins. Do not cancel the future: what arrives must be released."""
-        done: asyncio.Future[Fetched] = self.loop.create_future()
-        self._pool.submit(self._fetch, address, located, done, loan)
-        return done
+    def fetch(self, wanted: Sequence[Wanted]) -> None:
+        """Fetch each from the first holder that delivers; those of one holder are requested
+        together."""
+        by_endpoint: dict[str, list[Wanted]] = defaultdict(list)
+        for one in wanted:
+            by_endpoint[one.source[1]].append(one)
+        for endpoint, group in by_endpoint.items():
+            for batch in _batches(group):
+                self._pool.submit(self._fetch, endpoint, batch)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -111,70 +141,93 @@ class Fetcher:
                     link.abort()
             self._idle_links.clear()
 
-    def _fetch(
-        self, address: QualifiedKey, located: Located, done: "asyncio.Future[Fetched]", loan: bool
-    ) -> None:
-        fetched = Fetched(None, located.reason or MissReason.ABSENT)
-        device = located.record.device if located.record else ""
-        try:
-            for location, endpoint in located.sources:
-                fetched = self._try(address, location, endpoint, loan, device)
-                if fetched.held is None:
-                    self.counters.add(f"fetches_failed_{fetched.reason}")
-                if fetched.reason in _TOLD:
-                    self.failed.note(address, fetched.reason, location.node)
-                if fetched.held is not None or fetched.reason == MissReason.NO_ROOM:
-                    break
-        finally:
-            call_from_thread(self.loop, done.set_result, fetched)
+    # -- on `lb-fetch`
 
-    def _try(
-        self, address: QualifiedKey, location: Location, endpoint: str, loan: bool, device: str
-    ) -> Fetched:
+    def _fetch(self, endpoint: str, batch: Sequence[Wanted]) -> None:
+        """Fetch a batch from one holder. What it does not deliver is fetched from the next ones."""
+        left = deque(batch)
+        arrived: list[Wanted] = []
         try:
-            return Fetched(self._transfer(address, location, endpoint, loan, device))
+            with self._link(endpoint) as link:
+                _request(link, batch)
+                while left:
+                    one = left[0]
+                    one.fetched = self._receive(link, one)
+                    arrived.append(left.popleft())
+                    if len(arrived) == TOLD_TOGETHER or one.nbytes > TOLD_TOGETHER_BYTES:
+                        self._tell(arrived)
         except (BufferFull, TensorTooLarge):
-            return Fetched(None, MissReason.NO_ROOM)
-        except MissingTensor:
-            return Fetched(None, MissReason.STALE)
+            left[0].fetched = Fetched(None, MissReason.NO_ROOM)
         except CorruptTensor:
-            return Fetched(None, MissReason.CHECKSUM)
+            left[0].fetched = Fetched(None, MissReason.CHECKSUM)
         except (PipeError, ProtocolError, NodeRefused, ValueError):  # the endpoint is no address
-            return Fetched(None, MissReason.PEER_FAILED)
+            left[0].fetched = Fetched(None, MissReason.PEER_FAILED)
+            if len(left) == len(batch):  # it delivers nothing
+                for one in left:
+                    one.fetched = Fetched(None, MissReason.PEER_FAILED)
+        except BaseException:
+            for one in left:
+                one.fetched = Fetched(None, MissReason.PEER_FAILED)
+            raise
+        finally:
+            self._tell(arrived)
+            self._go_on(endpoint, left)
 
-    def _transfer(
-        self, address: QualifiedKey, location: Location, endpoint: str, loan: bool, device: str
-    ) -> Held:
+    def _go_on(self, endpoint: str, left: Iterable[Wanted]) -> None:
+        """Fetch what a holder did not deliver: from the next one if it failed, else again."""
+        again = [one for one in left if one.fetched.reason == ""]
+        failed = [one for one in left if one.fetched.reason != ""]
+        if again:
+            self._submit(endpoint, again)
+        self._tell(failed)
+
+    def _submit(self, endpoint: str, batch: list[Wanted]) -> None:
+        try:
+            self._pool.submit(self._fetch, endpoint, batch)
+        except RuntimeError:
+            pass  # the node shuts down, and no request waits
+
+    def _tell(self, arrived: list[Wanted]) -> None:
+        """Settle the futures of these, except what the next holder may deliver."""
+        settled = []
+        for one in arrived:
+            reason = one.fetched.reason
+            if one.fetched.held is None:
+                self.counters.add(f"fetches_failed_{reason}")
+            if reason in _TOLD:
+                self.failed.note(one.address, reason, one.source[0].node)
+            one.tried += 1
+            may_come = one.tried < len(one.located.sources)
+            if one.fetched.held is None and reason != MissReason.NO_ROOM and may_come:
+                one.fetched = Fetched(None)
+                self._submit(one.source[1], [one])
+            else:
+                settled.append(one)
+        arrived.clear()
+        if settled:
+            call_from_thread(self.loop, _settle, settled)
+
+    def _receive(self, link: FramedSocket, one: Wanted) -> Fetched:
+        """The next answer on the link: the bytes, verified and in the arena, or `stale`."""
         started = time.monotonic()
-        with self._link(endpoint) as link:
-            namespace, key = address
-            request = {
-                "op": "get",
-                "namespace": namespace,
-                "key": key,
-                "boot": location.boot,
-                "generation": location.generation,
-            }
-            link.send(request, timeout=PEER_ANSWER_SECONDS)
-            answer, nbytes = link.recv_header(timeout=PEER_ANSWER_SECONDS)
-            if isinstance(answer, dict) and answer.get("status") == "stale":
-                raise MissingTensor(f"{location.node} no longer holds {key}")
-            header = self._checked(answer, nbytes, address, location)
-            item = self._reserve(address, header, location.node, loan)
-            item.device = device
-            try:
-                hasher = xxh3_64()
-                link.recv_into(
-                    self.shelf.bytes_of(item), timeout=PEER_ANSWER_SECONDS, hasher=hasher
-                )
-                _check(hasher.intdigest(), header, location)
-            except BaseException:
-                self.shelf.abandon(item)
-                raise
+        location = one.source[0]
+        answer, nbytes = link.recv_header(timeout=PEER_ANSWER_SECONDS)
+        if isinstance(answer, dict) and answer.get("status") == "stale":
+            return Fetched(None, MissReason.STALE)
+        header = self._checked(answer, nbytes, one.address, location)
+        item = self._reserve(one.address, header, location.node, one.loan)
+        item.device = one.located.record.device if one.located.record else ""
+        try:
+            hasher = xxh3_64()
+            link.recv_into(self.shelf.bytes_of(item), timeout=PEER_ANSWER_SECONDS, hasher=hasher)
+            _check(hasher.intdigest(), header, location)
+        except BaseException:
+            self.shelf.abandon(item)
+            raise
         ticket = self.shelf.commit(item, header.checksum, FETCH_OWNER)
         self.counters.add("bytes_fetched", item.nbytes)
         self.counters.fetch_seconds.observe(time.monotonic() - started)
-        return Held(ticket, item)
+        return Fetched(Held(ticket, item))
 
     def _checked(
         self, answer: object, nbytes: int, address: QualifiedKey, location: Location
@@ -209,9 +262,6 @@ class Fetcher:
             link = connect(host, port, token=self.token, timeout=PEER_CONNECT_SECONDS)
         try:
             yield link
-        except MissingTensor:
-            self._keep(endpoint, link)  # a complete reply: the connection can be reused
-            raise
         except BaseException:
             link.abort()
             raise
@@ -237,6 +287,30 @@ class Fetcher:
                 links.append(link)
                 return
         link.close()
+
+
+def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+    """What is requested together of one holder."""
+    batch: list[Wanted] = []
+    nbytes = 0
+    for one in wanted:
+        if batch and (nbytes + one.nbytes > BATCH_BYTES or len(batch) == BATCH_MAX):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(one)
+        nbytes += one.nbytes
+    if batch:
+        yield batch
+
+
+def _request(link: FramedSocket, batch: Sequence[Wanted]) -> None:
+    items = [[*one.address, one.source[0].boot, one.source[0].generation] for one in batch]
+    link.send({"op": "get", "items": items}, timeout=PEER_ANSWER_SECONDS)
+
+
+def _settle(settled: Sequence[Wanted]) -> None:
+    for one in settled:
+        one.done(one.fetched)
 
 
 def _check(checksum: int, header: PayloadHeader, location: Location) -> None:

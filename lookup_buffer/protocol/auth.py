@@ -18,7 +18,7 @@ from lookup_buffer.errors import NodeRefused, ProtocolError
 from lookup_buffer.protocol.sockets import connected_socket
 from lookup_buffer.protocol.stream import FramedSocket, FramedSocketLimits, FrameStream
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 HELLO_BYTES: Final = 256
 """No header of a handshake is larger."""
 _NONCE_BYTES: Final = 32

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.protocol.fields import CHECKS, is_count
 
-VERSION: Final = 8
+VERSION: Final = 9
 
 
 class InsertOutcome(Enum):
@@ -120,16 +120,17 @@ class Contains(SessionRequest):
 
 @dataclass(frozen=True, slots=True)
 class Insert(SessionRequest):
-    """Insert the first bytes of this connection's staging area. → outcome: stored or exists;
-    and the `checksum` of the stored bytes.
+    """Insert tensors, whose bytes begin at `offsets` in this connection's staging area. → results:
+    for each, `outcome` stored (and the `checksum` of the bytes) or exists; or an error's fields.
 
     A hand-off without room waits for room, for at most `wait_seconds`.
     """
 
     op = "insert"
     namespace: str
-    key: str
-    header: dict[str, Any]
+    keys: list[str]
+    headers: list[dict[str, Any]]
+    offsets: list[int]
     ttl_seconds: float | None
     wait_seconds: float
 
@@ -447,7 +448,11 @@ def hello_of_another_version(message: object) -> tuple[int, int] | None:
 
 def error_reply(request_id: int, error: Exception) -> dict[str, Any]:
     """The reply that makes the client raise `error`."""
-    return {"id": request_id, "error": type(error).__name__, "message": str(error)}
+    return {"id": request_id, **error_fields(error)}
+
+
+def error_fields(error: Exception) -> dict[str, Any]:
+    return {"error": type(error).__name__, "message": str(error)}
 
 
 _ABSENT = object()

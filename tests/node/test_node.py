@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -288,10 +289,31 @@ def generation_of(server: EmbeddedServer, name: TensorKey) -> int:
     return record.locations[0].generation
 
 
-def ask(link: FramedSocket, **request: object) -> tuple[object, int]:
-    link.send({"op": "get", "namespace": NAMESPACE, **request}, timeout=2.0)
+def ask(
+    link: FramedSocket,
+    key: object,
+    boot: str,
+    generation: object,
+    *,
+    namespace: object = NAMESPACE,
+    **fields: object,
+) -> tuple[object, int]:
+    items = [[namespace, key, boot, generation]]
+    link.send({"op": "get", "items": items, **fields}, timeout=2.0)
     answer, nbytes = link.recv_header(timeout=2.0)
     return answer, nbytes
+
+
+WRONG: list[dict[str, Any]] = [
+    {"op": "put"},
+    {"namespace": 7},
+    {"key": None},
+    {"key": ["a"]},
+    {"items": []},
+    {"items": None},
+    {"items": [["f" * 64, "k", "boot"]]},
+    {"items": [["f" * 64, "k", "boot", 1]] * 257},
+]
 
 
 def test_requests_that_a_peer_may_send(guarded: NodeProcess, valkey_server: EmbeddedServer) -> None:
@@ -316,12 +338,12 @@ def test_requests_that_a_peer_may_send(guarded: NodeProcess, valkey_server: Embe
         # One that leaves in the middle of its answer leaves no pin.
         ask(link, key=name.text, boot=boot, generation=generation)
         link.abort()
-        for wrong in ({"op": "put"}, {"namespace": 7}, {"key": None}, {"key": ["a"]}):
+        for wrong in WRONG:
             link = connect(*address, token=TOKEN, timeout=2.0)
             with pytest.raises((PipeError, ProtocolError)):
                 ask(link, **{"key": name.text, "boot": boot, "generation": generation, **wrong})
             link.abort()
-        wait_until(lambda: protocol_errors(guarded) == before + 4, 2.0)
+        wait_until(lambda: protocol_errors(guarded) == before + len(WRONG), 2.0)
 
 
 def test_a_peer_that_does_not_read_lets_go_in_time(

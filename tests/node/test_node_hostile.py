@@ -161,6 +161,10 @@ def test_no_reply_is_sent_before_hello(node: NodeProcess) -> None:
             assert hostile.ended(), request
 
 
+def insert(headers: list[dict[str, Any]]) -> messages.Insert:
+    return messages.Insert(2, NAMESPACE, ["k"], headers, [0] * len(headers), None, 0.0)
+
+
 def test_requests_that_do_not_fit_the_moment(node: NodeProcess) -> None:
     header = TensorHeader("uint8", (10,), 10).to_fields()
     large = TensorHeader("uint8", (100,), 100).to_fields()
@@ -168,10 +172,13 @@ def test_requests_that_do_not_fit_the_moment(node: NodeProcess) -> None:
         messages.Hello(2, messages.VERSION, None, {}),
         messages.Join(2, 5),
         messages.Stage(2),  # no descriptor
-        messages.Insert(2, NAMESPACE, "k", header, None, 0.0),  # no staging area
-        messages.Insert(2, NAMESPACE, "k", {**header, "nbytes": 9}, None, 0.0),
-        messages.Insert(2, NAMESPACE, "k", {"dtype": "uint8"}, None, 0.0),
-        messages.Insert(2, NAMESPACE, "k", large, None, 0.0),
+        insert([header]),  # no staging area
+        insert([{**header, "nbytes": 9}]),
+        insert([{"dtype": "uint8"}]),
+        insert([large]),
+        insert([]),
+        insert([header, header]),  # one key
+        messages.Insert(2, NAMESPACE, ["k"], [header], [], None, 0.0),
     ]
     for request in wrong:
         with raw(node) as hostile:

@@ -18,15 +18,18 @@ class Store:
         self.seconds: dict[str, float] = {}
         self.error: dict[str, Exception] = {}
         self.done: list[str] = []
+        self.claimed: set[str] = set()
         self.calls = 0
 
     async def claim(self, namespace: str, key: str, **fields: Any) -> ClaimAnswer:
         await self._call(key)
+        self.claimed.add(key)
         return ClaimAnswer(True, fields["holder"], fields["state"], 1.0)
 
     async def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
         for one in releasings:
             await self._call(one.key)
+            self.claimed.discard(one.key)
         return [True] * len(releasings)
 
     async def _call(self, key: str) -> None:
@@ -68,17 +71,21 @@ class Node:
         assert task.done()
 
 
-def test_calls_of_a_server_keep_their_order_and_wait_for_no_other_server() -> None:
+def test_calls_for_a_key_keep_their_order_and_wait_for_no_other_server() -> None:
     node = Node()
     node.here.seconds = {"s": 1.0, "f": 0.01}
     for n in range(5):
         node.claim(f"s{n}")
         node.release(f"s{n}")
+        node.release(f"s{n}")
+        node.claim(f"s{n}")
         node.claim(f"f{n}")
+    node.release("s0")
     node.loop.run(0.1)
     assert node.here.done == [f"f{n}" for n in range(5)]
-    node.loop.run(20.0)
-    assert node.here.done[5:] == [f"s{n // 2}" for n in range(10)]
+    node.loop.run(100.0)
+    assert len(node.here.done) == 26
+    assert node.here.claimed == {f"{server}{n}" for server in "fs" for n in range(5)} - {"s0"}
 
 
 def test_a_server_that_fails_is_not_called_for_a_while_and_others_are() -> None:

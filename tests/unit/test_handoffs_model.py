@@ -216,16 +216,18 @@ class HandoffMachine(RuleBasedStateMachine):
 
         async def insert() -> None:
             try:
-                async with self.arrivals.admitted(arrival) as item:
-                    self.forget_what_is_over()
-                    self.land(entry, item, number)
-                    if one in entry.offered:
-                        entry.offered.remove(one)
-                    self.handoffs.arrived(item.address)
+                item = await self.arrivals.admit(arrival)
+                self.forget_what_is_over()
+                self.land(entry, item, number)
+                if one in entry.offered:
+                    entry.offered.remove(one)
+                self.handoffs.arrived(item.address)
             except BufferFull:
                 assert self.shelf.gauges().used_bytes, "an empty arena has room"
                 if one in entry.offered:
                     entry.offered.remove(one)
+            finally:
+                self.arrivals.landed(arrival)
 
         header = TensorHeader("uint8", (nbytes,), nbytes)
         arrival = Arrival(self.address(key), header, ttl, self.loop.time() + wait)

@@ -58,7 +58,10 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "key": texts,
     "keys": st.lists(texts, max_size=8),
     "budget_seconds": seconds,
-    "header": st.fixed_dictionaries({"dtype": texts, "shape": st.lists(counts, max_size=3)}),
+    "headers": st.lists(
+        st.fixed_dictionaries({"dtype": texts, "shape": st.lists(counts, max_size=3)}), max_size=3
+    ),
+    "offsets": st.lists(counts, max_size=3),
     "ttl_seconds": st.one_of(st.none(), seconds),
     "wait_seconds": seconds,
     "lease_seconds": seconds,

@@ -20,7 +20,7 @@ from lookup_buffer.node.owners import UNREACHED, Answer
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.takes import Taken, Takes
-from lookup_buffer.node.transfer import FETCH_OWNER, Fetched
+from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Wanted
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Acknowledge, GiveBack, Take
@@ -160,15 +160,13 @@ class Pair:
     def is_dead(self, location: Location) -> bool:
         return False
 
-    def fetch(
-        self, address: QualifiedKey, located: Located, *, loan: bool
-    ) -> "asyncio.Future[Fetched]":
-        return self.loop.create_task(self._land())
+    def fetch(self, wanted: Sequence[Wanted]) -> None:
+        for one in wanted:
+            self.loop.call_later(5 * ONE_WAY_SECONDS, self._land, one)
 
-    async def _land(self) -> Fetched:
-        await asyncio.sleep(5 * ONE_WAY_SECONDS)
+    def _land(self, one: Wanted) -> None:
         item = self.here.shelf.reserve_loan(ADDRESS, HEADER, origin="owner")
-        return Fetched(Held(self.here.shelf.commit(item, 1, FETCH_OWNER), item))
+        one.done(Fetched(Held(self.here.shelf.commit(item, 1, FETCH_OWNER), item)))
 
     # The test's part.
 

@@ -1,0 +1,370 @@
+"""Requests that wait, at the end of their session, in each turn of the loop; and late timers.
+
+A task that is cancelled by its parent is cancelled a turn later: in between it must not pin or keep
+anything for a session that is over. The connection is real; the store and the locator are not.
+"""
+
+import asyncio
+import random
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from lookup_buffer.errors import MissReason
+from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.arbiter import Decision
+from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.locate import NOT_REACHED, Located, Locator
+from lookup_buffer.node.prefetch import AWAITED_MAX, Prefetches
+from lookup_buffer.node.read import Reads
+from lookup_buffer.node.session import Session
+from lookup_buffer.node.transfer import Fetched
+from lookup_buffer.protocol.framing import FrameDecoder
+from lookup_buffer.protocol.messages import (
+    Claim,
+    ClaimAll,
+    ClaimOutcome,
+    Contains,
+    Encoding,
+    Prefetch,
+    Unclaim,
+)
+from lookup_buffer.shm.index import RemoteIndex
+from store import ClaimAnswer, ClaimState, Location, Record, StoreUnavailable
+from test_reads import NAMESPACE, Node, at, nowhere
+from virtual_loop import VirtualLoop
+from virtual_nodes import Store, VirtualNode
+
+WAIT_SECONDS = 5.0
+
+
+class Lanes:
+    """All transfers fail, and the bytes come over the hosts."""
+
+    def __init__(self, *, fail: bool) -> None:
+        self.fail = fail
+
+    async def find(
+        self, session: Session, addresses: Sequence[QualifiedKey]
+    ) -> dict[QualifiedKey, Located]:
+        return {address: at(address) for address in addresses} if self.fail else {}
+
+    async def receive(self, session: Session, address: QualifiedKey, located: Located) -> None:
+        return None
+
+
+class Prefetching(Node):
+    """A node with one session, which prefetches."""
+
+    def __init__(self, found: Callable[[QualifiedKey], Located], *, by_lane: bool = False) -> None:
+        super().__init__()
+        loop = asyncio.get_running_loop()
+        ours, self.theirs = socket.socketpair()
+        self.theirs.setblocking(False)
+        self.locator.found = found
+        connection = Connection(loop, ours, lambda *_: None, lambda *_: None)
+        self.session = Session(5, connection, None)
+        none: Any = None
+        lanes: Any = Lanes(fail=by_lane)
+        self.missing_ranks = False
+        self.prefetches = Prefetches(loop, self.reads, lanes, none, self.counters, self.hold)
+
+    def hold(
+        self, session: Session, address: QualifiedKey, fetched: Fetched
+    ) -> dict[str, Any] | None:
+        if self.missing_ranks:
+            return {"state": "failed", "reason": MissReason.RANKS_NOT_ATTACHED}
+        held = self.reads.hold_fetched(session, address, fetched)
+        return None if held is None else {"state": "resident", "ticket": held.ticket}
+
+    def prefetch(self, *keys: str, wait_seconds: float = 0.0) -> None:
+        request = Prefetch(1, NAMESPACE, list(keys), 0, wait_seconds)
+        self.prefetches.prefetch(self.session, request)
+
+    def goodbye(self) -> None:
+        """As the server does it."""
+        self.session.over = True
+        self.session.anchor.end(None)
+        self.shelf.release_all(self.session.id)
+
+    def entries(self) -> list[dict[str, Any]]:
+        try:
+            data = self.theirs.recv(1 << 20)
+        except BlockingIOError:
+            return []
+        return [
+            entry for message, _ in FrameDecoder().feed(data) for _, entry in message["entries"]
+        ]
+
+    def close(self) -> None:
+        self.goodbye()
+        self.theirs.close()
+
+
+def after_turns(turns: int, act: Callable[..., object], *arguments: object) -> None:
+    """Act after some turns of the running loop, as an event of a socket."""
+    loop = asyncio.get_event_loop()
+    if turns:
+        loop.call_soon(after_turns, turns - 1, act, *arguments)
+    else:
+        act(*arguments)
+
+
+@pytest.mark.parametrize("key", ["k", "k@r"])
+@pytest.mark.parametrize("wait_seconds", [0.0, WAIT_SECONDS])
+@pytest.mark.parametrize("by_lane", [False, True])
+def test_a_goodbye_in_any_turn_of_a_prefetch_leaves_no_pin(
+    key: str, wait_seconds: float, by_lane: bool
+) -> None:
+    async def pins_after(turns: int) -> int:
+        node = Prefetching(at, by_lane=by_lane)
+        node.prefetch(key, wait_seconds=wait_seconds)
+        after_turns(turns, node.goodbye)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        node.close()
+        pins: int = node.shelf.gauges().pins
+        return pins
+
+    assert [asyncio.run(pins_after(turns)) for turns in range(30)] == [0] * 30
+
+
+@pytest.mark.parametrize("wait_seconds", [0.0, WAIT_SECONDS])
+@pytest.mark.parametrize("key", ["k", "k@r"])
+def test_each_handle_of_a_key_has_a_pin_of_its_own(key: str, wait_seconds: float) -> None:
+    async def test() -> None:
+        node = Prefetching(at)
+        node.prefetch(key, key, wait_seconds=wait_seconds)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len({entry["ticket"] for entry in node.entries()}) == 2
+        node.close()
+
+    asyncio.run(test())
+
+
+def test_the_keys_that_a_session_waits_for_are_bounded() -> None:
+    async def test() -> None:
+        node = Prefetching(nowhere)
+        for n in range(3):
+            keys = (f"{n}-{index}" for index in range(AWAITED_MAX // 2))
+            node.prefetch(*keys, wait_seconds=WAIT_SECONDS)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert sum(node.prefetches._awaited.values()) == AWAITED_MAX
+        assert {entry["state"] for entry in node.entries()} == {"missing"}
+        node.close()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not node.prefetches._awaited
+
+    asyncio.run(test())
+
+
+def test_ranks_that_are_missing_do_not_end_a_wait() -> None:
+    async def test() -> None:
+        node = Prefetching(nowhere)
+        node.prefetch("k", wait_seconds=WAIT_SECONDS)
+        while not node.locator.watches:
+            await asyncio.sleep(0)
+        node.missing_ranks = True  # a worker restarts
+        node.locator.watches[0]()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert node.entries() == []
+        node.close()
+
+    asyncio.run(test())
+
+
+# -- claims
+
+
+class Claiming:
+    """A node whose arbiter answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.loop = VirtualLoop()
+        self.store = Store(self.loop)
+        self.node = VirtualNode("a", self.store, random.Random(1))
+        self.session: Any = self.node.session
+
+    def answer(self, reply: Callable[[Callable[[Decision], None], Decision], None]) -> None:
+        """`reply` gets the store's decision, and to whom it goes."""
+
+        def claim(claiming: Any, decided: Callable[[Decision], None]) -> None:
+            reply(decided, self.store.claim(self.node, claiming))
+
+        def release(releasings: Any, _: object) -> None:
+            for one in releasings:
+                self.store.release(self.node, one.key)
+
+        node: Any = self.node
+        node.claim, node.release = claim, release
+
+    def after_turns(self, turns: int, act: Callable[..., object], *arguments: object) -> None:
+        if turns:
+            self.loop.call_soon(self.after_turns, turns - 1, act, *arguments)
+        else:
+            act(*arguments)
+
+    @property
+    def is_free(self) -> bool:
+        return len(self.node.claims.held) == 0 and self.store.holder("k") is None
+
+
+def test_a_claim_granted_in_the_turns_of_its_sessions_end_is_given_back() -> None:
+    def is_free_after(reply_turns: int, end_turns: int) -> bool:
+        one = Claiming()
+        one.answer(lambda decided, decision: one.after_turns(reply_turns, decided, decision))
+        one.after_turns(end_turns, one.node.end)
+        one.node.handle(Encoding(1, NAMESPACE, ["k"], 60.0), lambda _: None)
+        one.loop.run(0.3)
+        return one.is_free
+
+    assert all(is_free_after(reply, end) for reply in range(6) for end in range(14))
+
+
+def test_no_claim_is_granted_without_the_store_to_a_session_that_is_over() -> None:
+    def is_free_after(turns: int) -> bool:
+        one = Claiming()
+        one.answer(lambda decided, decision: one.loop.call_later(0.6, decided, decision))  # type: ignore[arg-type]
+        one.node.handle(Encoding(1, NAMESPACE, ["k"], 60.0), lambda _: None)
+        one.loop.run(0.399)
+        one.loop.now = 0.4  # in one turn: the timer, then the event of the socket
+        one.after_turns(turns, one.node.end)
+        one.loop.run(1.0)
+        return one.is_free
+
+    assert all(map(is_free_after, range(8)))
+
+
+def test_an_answer_that_comes_in_time_counts_though_its_timer_is_due() -> None:
+    one = Claiming()
+    held = Decision(ClaimAnswer(False, "other", ClaimState.ENCODING, 30.0), ClaimOutcome.HELD)
+    one.answer(lambda decided, _: one.loop.call_later(0.39, decided, held))  # type: ignore[arg-type]
+    claim = Claim(1, NAMESPACE, "k", 30.0, "encoding", 0.0)
+    task = one.loop.create_task(one.node.claims.claim(one.session, claim))
+    one.loop.run(0.38)
+    one.loop.now = 0.41  # the loop was busy
+    one.loop.run(0.1)
+    assert task.result().outcome is ClaimOutcome.HELD
+
+
+def test_what_is_located_in_time_counts_though_its_timer_is_due() -> None:
+    loop = VirtualLoop()
+
+    class Slow:
+        async def locate(self, addresses: Sequence[QualifiedKey]) -> list[Located]:
+            answer: asyncio.Future[list[Located]] = loop.create_future()
+            loop.call_later(0.045, answer.set_result, [at(each) for each in addresses])
+            return await answer
+
+    none: Any = None
+    slow: Any = Slow()
+    reads = Reads(loop, none, slow, none, none, Counters())
+    present = [False]
+    request = Contains(1, NAMESPACE, ["k"], 0.05)
+    task = loop.create_task(reads.look_up(request, present, [0]))
+    loop.run(0.04)
+    loop.now = 0.06
+    loop.run(0.1)
+    assert task.done()
+    assert present == [True]
+
+
+def test_a_set_that_is_given_up_before_it_begins_holds_up_no_other() -> None:
+    one = Claiming()
+    events: list[str] = []
+
+    def tell(event: dict[str, Any]) -> None:
+        events.append(event["outcome"])
+
+    one.node.handle(ClaimAll(1, NAMESPACE, ["k"], WAIT_SECONDS), tell)
+    one.node.handle(Unclaim(2, NAMESPACE, ["k"], 1), tell)
+    one.node.handle(ClaimAll(3, NAMESPACE, ["k"], WAIT_SECONDS), tell)
+    assert not one.node.claims.is_idle(one.session), "its place is taken at once"
+    one.loop.run(1.0)
+    assert events == [ClaimOutcome.GRANTED]
+    assert one.node.claims.is_idle(one.session)
+
+
+def test_a_session_that_ends_while_its_wait_is_given_up_leaves_nothing() -> None:
+    one = Claiming()
+    other = VirtualNode("b", one.store, random.Random(1))
+    other.handle(ClaimAll(1, NAMESPACE, ["k"], WAIT_SECONDS), lambda _: None)
+    one.loop.run(0.2)
+    claim_all = ClaimAll(1, NAMESPACE, ["k"], WAIT_SECONDS)
+    one.node.claims.claim_all(one.session, claim_all, lambda _: None, given_up=one.node.end)
+    one.loop.run(0.2)
+    one.node.claims.unclaim(one.session, Unclaim(2, NAMESPACE, ["k"], 1))
+    one.loop.run(20.0)
+    assert not one.node.claims._sessions
+
+
+# -- the locator
+
+
+def test_an_unexpected_error_at_the_opening_of_the_store_is_a_miss() -> None:
+    class Broken:
+        tried = 0
+
+        def store(self) -> None:
+            self.tried += 1
+            raise RuntimeError("can't start new thread")
+
+    async def test() -> None:
+        broken: Any = Broken()
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda *_: None)  # it is reported there
+        locator = Locator(loop, broken, Directory("us"), RemoteIndex(), mirrored=True)
+        locator.start()
+        for _ in range(5):
+            assert await locator.locate([(NAMESPACE, "k")]) == [NOT_REACHED]
+        assert broken.tried == 1, "it is not tried again so soon"
+        locator.close()
+
+    asyncio.run(test())
+
+
+def test_all_who_meet_an_unknown_node_share_a_reading_of_the_membership() -> None:
+    class Behind:
+        """A store whose membership cannot be read."""
+
+        readings = 0
+
+        async def look_up(self, items: Sequence[tuple[str, str]]) -> list[Record]:
+            new = Location("new", "boot", 1, 1)
+            return [
+                Record(*item, "uint8", (1,), 1, "tensor", 1.0, locations=(new,)) for item in items
+            ]
+
+        def beats(self) -> None:
+            self.readings += 1
+            raise StoreUnavailable("no answer in time")
+
+    async def test() -> None:
+        behind: Any = Behind()
+        behind.store = behind
+
+        class Storage:
+            def store(self) -> Any:
+                return behind
+
+            def place_of(self, address: QualifiedKey) -> str:
+                return ""
+
+        storage: Any = Storage()
+        loop = asyncio.get_running_loop()
+        locator = Locator(loop, storage, Directory("us"), RemoteIndex(), mirrored=False)
+        locator.start()
+        looks = [locator.locate([(NAMESPACE, f"k{n}")]) for n in range(30)]
+        assert {found.reason for (found,) in await asyncio.gather(*looks)} == {"owner_dead"}
+        assert behind.readings <= 2
+        locator.close()
+
+    asyncio.run(test())
