@@ -138,6 +138,8 @@ HISTOGRAMS: Final = {
         "Seconds from a fetch's request until its tensor was in the arena, verified.",
     "encode_seconds":
         "Seconds from the start of an engine's encode until its output was in the arena.",
+    "loop_blocked_seconds":
+        "Seconds for which the node's loop answered no other request, above 20 ms.",
 }  # fmt: skip
 """By the name in the node's answer to `Metrics`."""
 BUILD_INFO: Final = ("build_info", "Always 1; the labels are the node's id, version and protocol.")

@@ -130,6 +130,8 @@ class Counters:
         self._hits: Counter[QualifiedKey] = Counter()
         self.fetch_seconds = Histogram()
         """Successful fetches, from the request to the verified bytes."""
+        self.loop_blocked_seconds = Histogram()
+        """Iterations of the node's loop that were longer than `loop.BLOCKED_SECONDS`."""
         self.encode_seconds = Histogram()
         """Encodes whose output was stored here, from the step that was to run them."""
 

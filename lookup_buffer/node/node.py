@@ -71,7 +71,7 @@ from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.intake import Intake
 from lookup_buffer.node.lanes import Lanes
 from lookup_buffer.node.locate import Locator
-from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.loop import BlockedLog, NodeLoop, call_from_thread
 from lookup_buffer.node.owners import Owners
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.pools import Pools
@@ -117,9 +117,10 @@ class Node:
         config.store_access().check_files()
         self._config = config
         self._ends_when_idle = ends_when_idle
-        self._loop = asyncio.new_event_loop()
-        self._fault: ConfigError | None = None
         self._counters = Counters()
+        self._loop = NodeLoop(self._counters.loop_blocked_seconds.observe)
+        self._blocked_log = BlockedLog(self._loop)
+        self._fault: ConfigError | None = None
         self._shelf = Shelf(config.capacity_bytes, self._changed)
         self._pools = Pools(self._shelf, lambda address: self._changed(address, ""))
         token = config.token.get_secret_value() if config.token else None
@@ -247,6 +248,7 @@ class Node:
             self._telemetry.start()
         self._shelf.arena.populate_in_background(skip_bytes=first)
         self._loop.call_soon(on_ready)
+        self._blocked_log.start()
         self._check_deaths()
         if self._ends_when_idle:
             self._loop.call_later(IDLE_CHECK_SECONDS, self._check_idle)
@@ -255,6 +257,7 @@ class Node:
         finally:
             socket_path.unlink(missing_ok=True)
             faulthandler.dump_traceback_later(END_SECONDS, exit=True)
+            self._blocked_log.close()
             self._close()
         if self._fault is not None:
             raise self._fault

@@ -145,7 +145,7 @@ class Fetcher:
 
     def _fetch(self, endpoint: str, batch: Sequence[Wanted]) -> None:
         """Fetch a batch from one holder. What it does not deliver is fetched from the next ones."""
-        left = deque(batch)
+        started, left = time.monotonic(), deque(batch)
         arrived: list[Wanted] = []
         try:
             with self._link(endpoint) as link:
@@ -153,6 +153,8 @@ class Fetcher:
                 while left:
                     one = left[0]
                     one.fetched = self._receive(link, one)
+                    if one.fetched.held is not None:
+                        self.counters.fetch_seconds.observe(time.monotonic() - started)
                     arrived.append(left.popleft())
                     if len(arrived) == TOLD_TOGETHER or one.nbytes > TOLD_TOGETHER_BYTES:
                         self._tell(arrived)
@@ -209,7 +211,6 @@ class Fetcher:
 
     def _receive(self, link: FramedSocket, one: Wanted) -> Fetched:
         """The next answer on the link: the bytes, verified and in the arena, or `stale`."""
-        started = time.monotonic()
         location = one.source[0]
         answer, nbytes = link.recv_header(timeout=PEER_ANSWER_SECONDS)
         if isinstance(answer, dict) and answer.get("status") == "stale":
@@ -226,7 +227,6 @@ class Fetcher:
             raise
         ticket = self.shelf.commit(item, header.checksum, FETCH_OWNER)
         self.counters.add("bytes_fetched", item.nbytes)
-        self.counters.fetch_seconds.observe(time.monotonic() - started)
         return Fetched(Held(ticket, item))
 
     def _checked(

@@ -31,6 +31,7 @@ class Vitals:
             "histograms": {
                 "fetch_seconds": counters.fetch_seconds.read(),
                 "encode_seconds": counters.encode_seconds.read(),
+                "loop_blocked_seconds": counters.loop_blocked_seconds.read(),
             },
             "unhealthy": self.unhealthy_reason(),
         }
