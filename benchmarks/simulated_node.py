@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from benchmarks.gauge import BOOT, NAMESPACE, key_of, mirror_of, publishing_of, 
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.node import SWITCH_SECONDS
 from lookup_buffer.times import BEAT_SECONDS
-from store import BlockingStore, NodeInfo, StoreError, open_async_store
+from store import MetadataStore, NodeInfo, StoreError, open_async_store
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -57,7 +56,6 @@ class SimulatedNode:
     asked: int = 0
     failed: int = 0
     _counting: bool = False
-    _ending: threading.Event = field(default_factory=threading.Event)
 
     async def run(self, orders: "Connection[Any, Any]") -> None:
         loop = asyncio.get_running_loop()
@@ -66,13 +64,10 @@ class SimulatedNode:
         generator = random.Random(self.plan.index)
         for key in sampled_keys(KEYS, WATCHED, generator):
             mirror.watch(NAMESPACE, key, self._on_change(mirror, key))
-        threads = [
-            threading.Thread(target=run, args=(BlockingStore(store, loop),), daemon=True)
-            for run in (self._beat, self._publish)
+        work = [
+            asyncio.ensure_future(task)
+            for task in (self._beat(store), self._publish(store), self._ask(mirror, generator))
         ]
-        for thread in threads:
-            thread.start()
-        asking = asyncio.ensure_future(self._ask(mirror, generator))
         orders.send("ready")
         begin, end = await loop.run_in_executor(None, orders.recv)
         await asyncio.sleep(begin - time.monotonic())
@@ -83,10 +78,9 @@ class SimulatedNode:
         self._counting = False
         orders.send((self.lags, *(b - a for a, b in zip(before, after, strict=True)), self.failed))
         orders.recv()  # the processor time of all nodes is read before one ends
-        self._ending.set()
-        asking.cancel()
-        for thread in threads:
-            await asyncio.to_thread(thread.join)  # a call in it may still need this loop
+        for task in work:
+            task.cancel()
+        await asyncio.wait(work)
         mirror.close()
         await store.close()
 
@@ -113,28 +107,28 @@ class SimulatedNode:
                 begun = loop.time()
             await asyncio.sleep(begun + turn / QUESTIONS_PER_SECOND - loop.time())
 
-    def _beat(self, store: BlockingStore) -> None:
+    async def _beat(self, store: MetadataStore) -> None:
         """The metadata writer's work of each second."""
         directory = Directory(self.plan.name)
         info = NodeInfo(self.plan.name, BOOT, "tcp://127.0.0.1:1", "gpu-host", "0", 1, 1, 1)
-        self._ending.wait(random.random() * BEAT_SECONDS)
+        await asyncio.sleep(random.random() * BEAT_SECONDS)
         for sequence in itertools.count(1):
             try:
-                store.beat(self.plan.name, BOOT, sequence)
-                store.describe_node(info)
-                directory.refresh(store)
+                await store.beat(self.plan.name, BOOT, sequence)
+                await store.describe_node(info)
+                await directory.refresh(store)
             except StoreError:
                 self.failed += 1
-            if self._ending.wait(BEAT_SECONDS):
-                return
+            await asyncio.sleep(BEAT_SECONDS)
 
-    def _publish(self, store: BlockingStore) -> None:
+    async def _publish(self, store: MetadataStore) -> None:
         """Publish all that is due in one round trip; publications are due at random moments."""
         own = range(self.plan.index, KEYS, self.plan.nodes)
         generator = random.Random(1000 + self.plan.index)
         due = time.monotonic()
         generations = itertools.count(1)
-        while not self._ending.wait(max(0.0, due - time.monotonic())):
+        while True:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
             count = 0
             while due <= time.monotonic() and count < BATCH:
                 due += generator.expovariate(self.plan.publishes_per_second)
@@ -142,7 +136,7 @@ class SimulatedNode:
             keys = {key_of(generator.choice(own)) for _ in range(count)}
             begun = time.monotonic_ns()
             try:
-                store.publish_many(
+                await store.publish_many(
                     [publishing_of(key, self.plan.name, next(generations), begun) for key in keys]
                 )
                 self.published += len(keys)

@@ -97,20 +97,20 @@ class LookupBenchmark:
 
     async def measure(self) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
-        storage = Storage(BufferConfig(store_url=self._url), loop, "reader")
+        storage = Storage(BufferConfig(store_url=self._url), "reader")
         locator = Locator(loop, storage, self._directory, RemoteIndex(), mirrored=True)
         locator.start()
         try:
             async with open_async_store(self._url, call_timeout_seconds=5.0) as store:
                 return await self._compare(locator, store)
         finally:
-            await asyncio.to_thread(locator.close)  # which calls this loop
-            await asyncio.to_thread(storage.close)
+            locator.close()
+            await storage.close()
 
     async def _compare(self, locator: Locator, store: MetadataStore) -> dict[str, Any]:
         mirror = mirror_of(store)
         warm = [key_of(number) for number in range(KEYS)]
-        await asyncio.to_thread(self._beat)
+        await self._beat(store)
         await ask_mirror(mirror, warm)
         await locator.locate([(NAMESPACE, key) for key in warm])
         assert locator.known(NAMESPACE, warm) == [True] * KEYS
@@ -120,7 +120,7 @@ class LookupBenchmark:
         for number in range(1, self.rounds + 1):
             cold = [key_of(number * KEYS + index) for index in range(KEYS)]
             if number % 500 == 0:
-                await asyncio.to_thread(self._beat)
+                await self._beat(store)
             times["mget"].append(seconds_of(lambda: self._client.mget(self._names)))
             times["known"].append(seconds_of(lambda: locator.known(NAMESPACE, warm)))
             times["mirror_warm"].append(await ask_mirror(mirror, warm))
@@ -141,11 +141,11 @@ class LookupBenchmark:
         await asyncio.sleep(0.5)
         return mirror.pushes - before
 
-    def _beat(self) -> None:
+    async def _beat(self, store: MetadataStore) -> None:
         """Send the holder's heartbeat, and have the directory read it."""
         self._sequence += 1
-        self._store.beat(HOLDER, BOOT, self._sequence)
-        self._directory.refresh(self._store)
+        await store.beat(HOLDER, BOOT, self._sequence)
+        await self._directory.refresh(store)
 
 
 def measure_parts(url: str, rounds: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Blocking: coroutines of one asyncio loop, called from threads without `await`.
 
-Either the loop is that of an owner (a node's), or the thread that calls runs a loop for as long as
-its call takes. So a command needs no thread for its store.
+The thread that calls runs the loop for as long as its call takes. So a command needs no thread for
+its store.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _LOOK_SECONDS: Final = 0.05
-"""How often a thread that waits looks whether its owner's loop has stopped, or a signal has come:
-one that comes right before a wait does not end it."""
+"""How often a thread that waits looks whether a signal has come: one that comes right before a wait
+does not end it."""
 _PAGE: Final = 1000
 """Elements of an iteration that are read in one call."""
 
@@ -33,13 +33,12 @@ _PAGE: Final = 1000
 class LoopRunner:
     """Runs coroutines on one loop for any thread. Thread-safe.
 
-    Of the threads that call at the same time one drives the loop. Calls on the thread of the
-    owner's loop, and from inside a coroutine, are not possible.
+    Of the threads that call at the same time one drives the loop. Calls from inside a coroutine are
+    not possible.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self._loop = loop
-        self._owner_drives = loop is not None
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = threading.Condition()
         self._driven = False
         self._calls = 0
@@ -72,19 +71,12 @@ class LoopRunner:
         if not isinstance(end, StopAsyncIteration):
             raise end
 
-    def owner_stopped(self) -> None:
-        """The owner's loop runs no more: from now on the threads drive it."""
-        with self._changed:
-            self._owner_drives = False
-            self._changed.notify_all()
-
     def close(self, last: Coroutine[Any, Any, None]) -> None:
         """Run `last`, which ends the calls under way, then nothing more. Idempotent."""
         try:
             _check_thread()
             with self._changed:
-                if self._closed or (self._loop is not None and self._loop.is_closed()):
-                    self._closed = True
+                if self._closed:
                     last.close()
                     return
                 loop = self._begin()
@@ -96,20 +88,15 @@ class LoopRunner:
             self._run(last, loop)
         finally:
             with self._changed:
-                is_ours = not self._owner_drives
-                if is_ours:
-                    self._changed.wait_for(lambda: not self._calls)
-            if is_ours and not loop.is_closed():
-                loop.run_until_complete(_end_all())
-                loop.run_until_complete(loop.shutdown_asyncgens())
-                loop.close()
+                self._changed.wait_for(lambda: not self._calls)
+            loop.run_until_complete(_end_all())
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
 
     def _begin(self) -> asyncio.AbstractEventLoop:
         """Count a call, under the lock. Until its end the loop is not closed."""
         if self._loop is None:  # not before the first call: the process may fork
             self._loop = asyncio.new_event_loop()
-        if self._loop.is_closed():  # by its owner
-            raise StoreUnavailable("the store is closed")
         self._calls += 1
         return self._loop
 
@@ -135,7 +122,7 @@ class LoopRunner:
 
     def _drive(self) -> bool:
         with self._changed:
-            if self._driven or self._owner_drives:
+            if self._driven:
                 return False
             self._driven = True
             return True
@@ -152,7 +139,7 @@ class LoopRunner:
             while not future.done():
                 with self._changed:
                     self._changed.wait_for(
-                        lambda: future.done() or not (self._driven or self._owner_drives),
+                        lambda: future.done() or not self._driven,
                         timeout=_LOOK_SECONDS,
                     )
                 if not future.done() and self._drive():
@@ -186,18 +173,10 @@ def _check_thread() -> None:
 
 
 def _run_to_end(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `coroutine`, which leaves no task behind when a signal interrupts it.
-
-    A `stop` that was meant for the loop's owner does not end it.
-    """
+    """The result of `coroutine`, which leaves no task behind when a signal interrupts it."""
     task = loop.create_task(coroutine)
     try:
-        while True:
-            try:
-                return loop.run_until_complete(task)
-            except RuntimeError:
-                if task.done() or loop.is_running() or loop.is_closed():
-                    raise
+        return loop.run_until_complete(task)
     except BaseException:
         if not task.done():
             task.cancel()
@@ -268,12 +247,12 @@ class BlockingStore(Blocking):
     """A MetadataStore for threads: see there. What it lacks of a BrowsableStore raises
     StoreNotBrowsable.
 
-    `loop` is the loop of an owner that runs it on another thread. Every method may be called from
-    any thread at any time, except that thread. Do not use a store on both sides of a fork at once.
+    Every method may be called from any thread at any time. Do not use a store on both sides of a
+    fork at once.
     """
 
-    def __init__(self, store: MetadataStore, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        super().__init__(store, LoopRunner(loop))
+    def __init__(self, store: MetadataStore) -> None:
+        super().__init__(store, LoopRunner())
         self.store = store
 
     publish_many = blocking(MetadataStore.publish_many)
@@ -330,18 +309,6 @@ class BlockingStore(Blocking):
     def inspection(self) -> "BlockingInspection | None":
         inspection = self._browsable().inspection()
         return None if inspection is None else BlockingInspection(inspection, self._runner)
-
-    def on_loop(self, call: Callable[[], _T]) -> _T:
-        """The result of `call`, on the thread that drives the loop."""
-
-        async def run() -> _T:
-            return call()
-
-        return self._runner.run(run())
-
-    def owner_stopped(self) -> None:
-        """The owner's loop runs no more: from now on the calling threads drive it."""
-        self._runner.owner_stopped()
 
     def close(self) -> None:
         """Close all connections. Idempotent. Pending calls end with StoreUnavailable."""

@@ -5,7 +5,7 @@ that moment. Hand-offs that became available come first, since their producers a
 takers wait; then other new changes. Rewrites (a walk of the inventory, a store that lost its data)
 come last and at a bounded rate. Changes whose server of a cluster was not reached are held apart
 by server until `retry`, so that they do not delay the others. `registrar` adds from any thread;
-`publisher` takes on `lb-registrar`.
+`publisher` takes on the loop's.
 """
 
 import threading

@@ -3,11 +3,12 @@
 A store may consist of several servers, and each task has its own keys. If a task's server does not
 answer, the task costs one timeout, is logged, and pauses; the other tasks and the publication on
 other servers continue. A beat is delayed by at most one task: the tasks that did not run come first
-after the next beat. Called by `registrar` on `lb-registrar`.
+after the next beat. Called by `registrar` on the loop's
+thread.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,7 +21,7 @@ REST_SECONDS_MIN: Final = 2.0
 REST_SECONDS_MAX: Final = 5.0
 """After its server returned, a task is late by at most this."""
 
-Errand = tuple[str, Callable[[], object]]
+Errand = tuple[str, Callable[[], Awaitable[object]]]
 """The text to log if it fails, and the task."""
 
 
@@ -31,16 +32,16 @@ class Errands:
     _breakers: dict[str, Breaker] = field(default_factory=dict)
     _turn: int = 0
 
-    def run_until(self, due: float, errands: Sequence[Errand]) -> None:
+    async def run_until(self, due: float, errands: Sequence[Errand]) -> None:
         """Run the tasks one after another until `due`; the next call continues after the last
         one."""
         for _ in errands:
-            self.run(*errands[self._turn % len(errands)])
+            await self.run(*errands[self._turn % len(errands)])
             self._turn += 1
             if self.clock() >= due:
                 return
 
-    def run(self, trouble: str, errand: Callable[[], object]) -> None:
+    async def run(self, trouble: str, errand: Callable[[], Awaitable[object]]) -> None:
         """Run one task, unless it pauses. `trouble`: the text to log if it fails."""
         breaker = self._breakers.get(trouble)
         if breaker is None:
@@ -53,7 +54,7 @@ class Errands:
         if not breaker.allows():
             return
         try:
-            errand()
+            await errand()
         except (StoreFull, StoreCorrupt) as error:  # its server answers: no pause
             self.troubles.log(trouble, error)
         except StoreError as error:

@@ -2,7 +2,7 @@
 
 Two nodes with one id would overwrite each other's records. So a node that finds a beat of another
 boot with its id watches it first: if that beat changes, this node ends; if not, it takes the id
-over. Called by `registrar` on `lb-registrar`.
+over. Called by `registrar` on the loop's thread.
 """
 
 import time
@@ -13,7 +13,7 @@ from enum import Enum
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.times import BEAT_SECONDS, WATCH_SECONDS
-from store import Beat, BlockingStore, NodeTaken, StoreError
+from store import Beat, MetadataStore, NodeTaken, StoreError
 
 WATCH_AGAIN_SECONDS = 0.25
 
@@ -28,8 +28,6 @@ class Pulse(Enum):
 
 @dataclass(slots=True)
 class Heartbeat:
-    """Used on the registrar's thread."""
-
     identity: Identity
     clock: Callable[[], float] = time.monotonic
     established: bool = False
@@ -38,7 +36,7 @@ class Heartbeat:
     _other: Beat | None = None
     _watched_since: float = 0.0
 
-    def beat(self, store: BlockingStore) -> Pulse:
+    async def beat(self, store: MetadataStore) -> Pulse:
         """Write a beat.
 
         Raises:
@@ -46,11 +44,11 @@ class Heartbeat:
             StoreError: the store did not answer.
         """
         try:
-            return self._beat(store)
+            return await self._beat(store)
         except NodeTaken as taken:
             if self.established:
-                raise self._replaced(taken.beat, store) from taken
-            return self._watch(taken.beat, store)
+                raise await self._replaced(taken.beat, store) from taken
+            return await self._watch(taken.beat, store)
         except StoreError:
             self._other = None  # the other boot could not beat either: watch it again
             raise
@@ -59,40 +57,43 @@ class Heartbeat:
         """Seconds until the next beat."""
         return WATCH_AGAIN_SECONDS if self._other else BEAT_SECONDS
 
-    def _beat(self, store: BlockingStore, replacing: Beat | None = None) -> Pulse:
+    async def _beat(self, store: MetadataStore, replacing: Beat | None = None) -> Pulse:
         self._sequence += 1
         identity = self.identity
-        known = store.beat(identity.node, identity.boot, self._sequence, replacing=replacing)
+        known = await store.beat(identity.node, identity.boot, self._sequence, replacing=replacing)
         self.established, self._other = True, None
         return Pulse.KNOWN if known else Pulse.NEW
 
-    def _watch(self, found: Beat, store: BlockingStore) -> Pulse:
+    async def _watch(self, found: Beat, store: MetadataStore) -> Pulse:
         now = self.clock()
         if self._other is None or self._other.boot != found.boot:
             self._other, self._watched_since = found, now
         elif self._other != found:
+            named = await self._named(found, store)
             raise ConfigError(
                 f"setting 'node_id' is {self.identity.node!r}, but a node with this id is already "
-                f"running ({self._named(found, store)}); allowed: a different id for each node. "
+                f"running ({named}); allowed: a different id for each node. "
                 "Stop the other node, or give this one another id"
             )
         elif now - self._watched_since >= WATCH_SECONDS:
             try:
-                return self._beat(store, replacing=found)
+                return await self._beat(store, replacing=found)
             except NodeTaken as taken:
-                return self._watch(taken.beat, store)
+                return await self._watch(taken.beat, store)
         return Pulse.WATCHING
 
-    def _replaced(self, found: Beat, store: BlockingStore) -> ConfigError:
+    async def _replaced(self, found: Beat, store: MetadataStore) -> ConfigError:
+        named = await self._named(found, store)
         return ConfigError(
-            f"setting 'node_id' is {self.identity.node!r}, and {self._named(found, store)} took "
-            f"this id over while this node (boot {self.identity.boot}) did not beat, so this node "
+            f"setting 'node_id' is {self.identity.node!r}, and {named} took this "
+            f"id over while this node (boot {self.identity.boot}) did not beat, so this node "
             "ends; allowed: a different id for each node"
         )
 
-    def _named(self, found: Beat, store: BlockingStore) -> str:
+    async def _named(self, found: Beat, store: MetadataStore) -> str:
         try:
-            info = store.node_infos([self.identity.node]).get(self.identity.node)
+            infos = await store.node_infos([self.identity.node])
+            info = infos.get(self.identity.node)
         except StoreError:
             info = None
         known = info is not None and info.boot == found.boot

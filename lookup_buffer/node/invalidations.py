@@ -2,7 +2,7 @@
 
 The store lists invalidated namespaces. Items that are here when this node reads the list are
 removed; later inserts stay. For LATE_SECONDS copies from other nodes are removed, too, since those
-nodes may read the list later. Called by `registrar` with each beat, on `lb-registrar`.
+nodes may read the list later. Called by `registrar` with each beat.
 """
 
 import logging
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lookup_buffer.node.shelf import Shelf
-from store import BlockingStore, GoneReason
+from store import GoneReason, MetadataStore
 
 LATE_SECONDS = 10.0
 """Every node with access to the store reads the list within two seconds."""
@@ -33,13 +33,13 @@ class Invalidations:
     def __post_init__(self) -> None:
         self._started_at = self.wall_clock()
 
-    def apply(self, store: BlockingStore) -> None:
+    async def apply(self, store: MetadataStore) -> None:
         """Read the list and remove what it names.
 
         Raises:
             StoreError: the store did not answer.
         """
-        found, now = store.invalidations(), self.clock()
+        found, now = await store.invalidations(), self.clock()
         for namespace, at in found.items():
             if self._is_news(namespace, at):
                 _log.info(

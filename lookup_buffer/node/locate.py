@@ -2,10 +2,9 @@
 
 With a mirror it caches the store's records, which the store invalidates: a look-up of a cached key
 costs no round trip. Without one, by the setting or because a package's store has none, it calls the
-store for each look-up, and polls it for waiters. It runs on the loop's thread; the thread
-`lb-locate` opens the store, and reads the membership when a record names an unknown node. A failed
-store is a value, not an error. Called by `read`, `prefetch`, `lanes`, `takings`, `announcements`,
-`waiting` and `arbiter`.
+store for each look-up, and polls it for waiters. It reads the membership when a record names an
+unknown node. A failed store is a value, not an error. Runs on the loop's thread. Called by `read`,
+`prefetch`, `lanes`, `takes`, `announcements`, `waiting` and `arbiter`.
 """
 
 import asyncio
@@ -13,7 +12,6 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,7 +22,6 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.shm.index import RemoteIndex
 from store import (
-    BlockingStore,
     Found,
     Location,
     MetadataStore,
@@ -80,7 +77,7 @@ class Locator:
     claims: "MirrorClaims | None" = None
     """Claims over the mirror's connections; None until the mirror exists."""
     _mirror: "Mirror | None" = None
-    _store: BlockingStore | None = None
+    _store: MetadataStore | None = None
     _is_open: asyncio.Event = field(default_factory=asyncio.Event)
     _opening: asyncio.Task[None] | None = None
     _open_at: float = 0.0
@@ -104,9 +101,6 @@ class Locator:
     _round: int = 0
     """Verdicts of earlier rounds are out of date, and their entries are removed from the remote
     index."""
-    _thread: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lb-locate")
-    )
 
     def start(self) -> None:
         """Begin to open the store, in the background."""
@@ -157,7 +151,7 @@ class Locator:
                 self.start()
             assert self._opening is not None
             await asyncio.wait([self._opening])
-        return None if self._store is None else self._store.store
+        return self._store
 
     def place_of(self, address: QualifiedKey) -> str:
         """The name of the server that has the key, as far as known; never blocks."""
@@ -208,22 +202,21 @@ class Locator:
         async with self._meeting_lock:
             records, self._unmet, self._meeting = self._unmet, [], None
             assert self._store is not None, "the records come from there"
-            await self.loop.run_in_executor(self._thread, self.directory.meet, self._store, records)
+            await self.directory.meet(self._store, records)
 
     def close(self) -> None:
-        """Stop. The loop runs no more; whoever closes it ends the cancelled tasks."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Stop. Whoever closes the loop ends the cancelled tasks."""
         for task in (self._opening, self._asking, self._meeting, *self._tasks):
             if task is not None:
                 task.cancel()
         if self._mirror is not None:
-            self.storage.close_mirror(self._mirror)
+            self._mirror.close()
 
     # -- the store
 
     async def _open(self) -> None:
         try:
-            store = await self.loop.run_in_executor(self._thread, self.storage.store)
+            store = await self.storage.store()
         except StoreError:
             return
         finally:
@@ -322,7 +315,7 @@ class Locator:
         asked = {place: keys for place, keys in groups.items() if self._breakers[place].allows()}
         items = list(itertools.chain.from_iterable(asked.values()))
         try:
-            answers: Sequence[Found] = await self._store.store.look_up(items) if items else []
+            answers: Sequence[Found] = await self._store.look_up(items) if items else []
         except StoreError as error:
             answers = [StoreUnavailable(str(error))] * len(items)
         found.update(zip(items, answers, strict=True))

@@ -27,16 +27,17 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
                                                     pools and peers, through node
       node ─► directory, locate, owners, http       ticks, 4 times a second
 
-    [lb-registrar] registrar ─► heartbeat, directory, invalidations, publisher, errands ─► store
-                     ├─► publisher ─► announcements the store's replies on hand-offs, on the loop
-                     └─► sightings ─► pools         other nodes' device pools, on the loop
+      registrar ─► heartbeat, directory, invalidations, publisher, errands ─► store
+               ├─► publisher ─► announcements       the store's replies on hand-offs
+               └─► sightings ─► pools               other nodes' device pools
+
     other nodes ─► peers ─► shelf                   sends tensors [lb-peer-accept, lb-peer]
                     └─► askers ─► handoffs          takers of other nodes, on the loop
     Prometheus, probes, browsers ─► the dashboard's process, which `http` keeps running
                      ├─► control ─► vitals          /metrics and /healthz, by a message
                      └─► store                      the page
 
-`lb-locate` opens the store, and reads the membership for unknown nodes.
+`lb-open` (in `storage`) opens the store and ends; `lb-blocked` (in `loop`) runs at debug level.
 `lb-populate` (in `shm/memory.py`) faults the arena in and ends.
 """
 
@@ -134,7 +135,7 @@ class Node:
         self._held_claims = HeldClaims(self._loop)
         self._identity = self._listen_to_peers()
         self._http = None if config.http_listen is None else HttpProcess(config.http_listen)
-        self._storage = Storage(config, self._loop, self._identity.node)
+        self._storage = Storage(config, self._identity.node)
         self._telemetry = self._make_telemetry() if config.store_opentelemetry else None
         self._directory = directory = Directory(self._identity.node)
         self._remote_index = RemoteIndex()
@@ -143,6 +144,7 @@ class Node:
         self._locator = Locator(self._loop, self._storage, directory, self._remote_index, mirrored)
         self._fetcher = Fetcher(self._loop, self._shelf, self._counters, token)
         self._registrar = Registrar(
+            self._loop,
             self._storage,
             self._shelf,
             directory,
@@ -154,7 +156,7 @@ class Node:
             failed_fetches=self._fetcher.failed,
             count_claims=lambda: len(self._held_claims),
             endpoints=lambda: self._pools.endpoints,
-            look_for_pools=Sightings(self._loop, directory, self._pools).look,
+            look_for_pools=Sightings(directory, self._pools).look,
         )
         self._owners = Owners(self._loop, directory, token)
         self._announcements = Announcements(
@@ -263,9 +265,9 @@ class Node:
             raise self._fault
 
     def _give_up(self, fault: ConfigError) -> None:
-        """Stop the node because of `fault`. On any thread."""
+        """Stop the node because of `fault`."""
         self._fault = fault
-        call_from_thread(self._loop, self._loop.stop)
+        self._loop.stop()
 
     def _check_deaths(self) -> None:
         self._directory.tick()
@@ -291,7 +293,7 @@ class Node:
         self._registrar.changed(address, GoneReason.STALE)
 
     def _report(self, reports: Sequence[Report]) -> None:
-        call_from_thread(self._loop, self._announcements.handle_reports, reports)
+        self._announcements.handle_reports(reports)
 
     def _admit_asker(self, stream: socket.socket, on_end: Callable[[], None]) -> None:
         call_from_thread(self._loop, self._askers.admit, stream, on_end)
@@ -338,16 +340,14 @@ class Node:
         self._askers.close()
         self._owners.close()
         self._finish(self._claims.arbiter.close())
-        # From here on the threads that call the store may drive the loop.
-        self._storage.loop_stopped()
         if self._http is not None:
             self._http.close()
         self._peers.close()
         self._fetcher.close()
         self._intake.close()
-        self._registrar.close()
+        self._finish(self._registrar.close())
         self._locator.close()
-        self._storage.close()
+        self._finish(self._storage.close())
         if self._telemetry is not None:
             self._telemetry.close()
         self._end_tasks()

@@ -88,7 +88,6 @@ class Pools:
     """Whether one of the pools receives. Any thread."""
     _pools: dict[Session, Pool] = field(default_factory=dict)
     _offers: dict[QualifiedKey, tuple[_Offered, ...]] = field(default_factory=dict)
-    """Each tuple is replaced as a whole, since `lb-registrar` reads it."""
 
     def open(self, session: Session, request: OpenPool) -> None:
         """Register a session's pool; the session has none yet."""

@@ -1,11 +1,11 @@
 """The publisher: writes the dirty set to the store, many changes in one round trip.
 
 It writes what the arena holds at that moment, so the newest state always wins. Called by
-`registrar` on `lb-registrar`.
+`registrar` on the loop's thread.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,10 +19,10 @@ from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.times import HANDOFF_GONE_SECONDS
 from store import (
     GONE_SECONDS,
-    BlockingStore,
     DeviceLocation,
     GoneReason,
     Location,
+    MetadataStore,
     Publication,
     Publishing,
     Record,
@@ -49,12 +49,12 @@ class Publisher:
     backlog: Backlog
     record_ttl_seconds: float
     report: Callable[[Sequence[Report]], None]
-    """Called on `lb-registrar` with the results of a batch's hand-offs."""
+    """Called with the results of a batch's hand-offs."""
     clock: Callable[[], float] = time.monotonic
     device_of: Callable[[Item, str], DeviceLocation | None] = lambda _item, _node: None
-    """The device location beside a copy; may be called on any thread."""
+    """The device location beside a copy."""
 
-    def write(self, store: BlockingStore, *, until: float) -> set[str]:
+    async def write(self, store: MetadataStore, *, until: float) -> set[str]:
         """Write what is due: at least one batch, and further ones until the next beat.
 
         Returns the servers of a cluster that were not reached; their changes are held until
@@ -66,7 +66,7 @@ class Publisher:
         places: set[str] = set()
         while changes := self.backlog.take():
             try:
-                unreached = self._write(store, changes)
+                unreached = await self._write(store, changes)
             except StoreError:
                 self.backlog.put_back(changes)
                 raise
@@ -75,23 +75,23 @@ class Publisher:
                 break
         return places
 
-    def withdraw_void(self, store: BlockingStore) -> None:
+    async def withdraw_void(self, store: MetadataStore) -> None:
         """Withdraw some of the locations of dead nodes that readers found."""
         void = self.directory.take_void(VOID_MAX)
         if void:
-            store.withdraw_many([_void(*address, location) for address, location in void])
+            await store.withdraw_many([_void(*address, location) for address, location in void])
 
-    def _write(self, store: BlockingStore, changes: Sequence[Change]) -> list[Change]:
+    async def _write(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
         """Write one batch; returns the changes whose server was not reached."""
         here = [(change, self.shelf.published(change.address)) for change in changes]
         gone = [change for change, item in here if item is None]
         publishings = {
             change: self._publishing(item, change) for change, item in here if item is not None
         }
-        unreached = self._withdraw(store, gone) if gone else []
-        return unreached + self._publish(store, publishings)
+        unreached = await self._withdraw(store, gone) if gone else []
+        return unreached + await self._publish(store, publishings)
 
-    def _withdraw(self, store: BlockingStore, changes: Sequence[Change]) -> list[Change]:
+    async def _withdraw(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
         node = self.identity.node
         withdrawings = [
             Withdrawing(
@@ -105,19 +105,19 @@ class Publisher:
             )
             for change in changes
         ]
-        outcomes = _outcomes(store, changes, lambda: store.withdraw_many(withdrawings), None)
+        outcomes = await _outcomes(store, changes, lambda: store.withdraw_many(withdrawings), None)
         unreached = [change for change, gone in zip(changes, outcomes, strict=True) if gone is None]
-        return unreached + self._release(store, [c for c in changes if c not in unreached])
+        return unreached + await self._release(store, [c for c in changes if c not in unreached])
 
-    def _publish(
-        self, store: BlockingStore, publishings: Mapping[Change, Publishing]
+    async def _publish(
+        self, store: MetadataStore, publishings: Mapping[Change, Publishing]
     ) -> list[Change]:
-        unreached = self._withdraw_before(store, publishings)
+        unreached = await self._withdraw_before(store, publishings)
         publishings = {c: one for c, one in publishings.items() if c not in unreached}
         full: dict[Change, Publishing] = {}
         unpublished: list[Change] = []
         reports: list[Report] = []
-        outcomes = _outcomes(
+        outcomes = await _outcomes(
             store,
             publishings,
             lambda: store.publish_many(list(publishings.values())),
@@ -141,50 +141,52 @@ class Publisher:
                     unpublished.append(change)
         if reports:
             self.report(reports)
-        unreached += self._make_room(store, full) if full else []
-        return unreached + self._release(store, unpublished)
+        unreached += await self._make_room(store, full) if full else []
+        return unreached + await self._release(store, unpublished)
 
-    def _withdraw_before(self, store: BlockingStore, changes: Iterable[Change]) -> list[Change]:
+    async def _withdraw_before(
+        self, store: MetadataStore, changes: Iterable[Change]
+    ) -> list[Change]:
         """Withdraw the locations in `Change.void`. Returns the changes that have to wait for it."""
         voids = [(change, location) for change in changes for location in change.void]
         if not voids:
             return []
         withdrawings = [_void(*change.address, location) for change, location in voids]
-        outcomes = _outcomes(
+        outcomes = await _outcomes(
             store, [c for c, _ in voids], lambda: store.withdraw_many(withdrawings), None
         )
         missed = (c for (c, _), gone in zip(voids, outcomes, strict=True) if gone is None)
         return list(dict.fromkeys(missed))
 
-    def _release(self, store: BlockingStore, changes: Sequence[Change]) -> list[Change]:
+    async def _release(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
         """Nothing is published for these: release their claims, so that no engine waits for
         them. Returns as `_write`."""
         claimed = [change for change in changes if change.claim_token is not None]
         if not claimed:
             return []
         releasings = [Releasing(*c.address, c.claim_token) for c in claimed if c.claim_token]
-        outcomes = _outcomes(store, claimed, lambda: store.release_many(releasings), None)
+        outcomes = await _outcomes(store, claimed, lambda: store.release_many(releasings), None)
         return [c for c, released in zip(claimed, outcomes, strict=True) if released is None]
 
-    def _make_room(
-        self, store: BlockingStore, publishings: Mapping[Change, Publishing]
+    async def _make_room(
+        self, store: MetadataStore, publishings: Mapping[Change, Publishing]
     ) -> list[Change]:
         """If dead nodes fill a record's list of locations, replace one by this node. Returns the
         changes whose server was not reached."""
         try:
-            return self._replace_dead(store, publishings)
+            return await self._replace_dead(store, publishings)
         except StoreUnavailable:
             if not _have_places(store, publishings):
                 raise
             return list(publishings)
 
-    def _replace_dead(
-        self, store: BlockingStore, publishings: Mapping[Change, Publishing]
+    async def _replace_dead(
+        self, store: MetadataStore, publishings: Mapping[Change, Publishing]
     ) -> list[Change]:
         dead: list[Withdrawing] = []
         again: dict[Change, Publishing] = {}
-        records = store.look_up([change.address for change in publishings])
-        self.directory.refresh(store)  # after the reading: see Directory.dead_seconds
+        records = await store.look_up([change.address for change in publishings])
+        await self.directory.refresh(store)  # after the reading: see Directory.dead_seconds
         for (change, publishing), record in zip(publishings.items(), records, strict=True):
             of_dead = [
                 _void(*change.address, location)
@@ -196,8 +198,8 @@ class Publisher:
                 dead += of_dead
         if not dead:
             return []
-        store.withdraw_many(dead)
-        outcomes = store.publish_many(list(again.values()))
+        await store.withdraw_many(dead)
+        outcomes = await store.publish_many(list(again.values()))
         missed = zip(again, outcomes, strict=True)
         return [change for change, outcome in missed if outcome is Publication.UNREACHED]
 
@@ -228,8 +230,11 @@ class Publisher:
         return min(self.record_ttl_seconds, max(remaining, 0.001))
 
 
-def _outcomes(
-    store: BlockingStore, changes: Collection[Change], call: Callable[[], list[_T]], missed: _T
+async def _outcomes(
+    store: MetadataStore,
+    changes: Collection[Change],
+    call: Callable[[], Awaitable[list[_T]]],
+    missed: _T,
 ) -> list[_T]:
     """The outcomes of a call for these changes; `missed` for each if none of their servers was
     reached, but others of the cluster may be. On one server the error is raised: then the beat
@@ -237,14 +242,14 @@ def _outcomes(
     if not changes:
         return []
     try:
-        return call()
+        return await call()
     except StoreUnavailable:
         if not _have_places(store, changes):
             raise
         return [missed] * len(changes)
 
 
-def _have_places(store: BlockingStore, changes: Iterable[Change]) -> bool:
+def _have_places(store: MetadataStore, changes: Iterable[Change]) -> bool:
     """Whether they are on servers of a cluster, as far as it is known."""
     return all(store.place_of(*change.address) for change in changes)
 

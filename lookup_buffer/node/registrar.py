@@ -1,17 +1,20 @@
 """The metadata writer: the only writer of this node's records, beats and statistics.
 
-On its thread (`lb-registrar`) it beats, refreshes the membership, reads invalidations and other
+One task on the loop: it beats, refreshes the membership, reads invalidations and other
 nodes' device pools, removes nodes that died long ago, flushes counters, and lets `publisher` write
 the dirty set (`backlog`). All items and namespaces are written again every third of a record's
 life, and at once after Redis lost its data. Failures, bugs included, are logged and retried: if
-this thread ended, other nodes would judge this one dead without a reason in the log. `node.py`
-starts it; `shelf` (through `node.py`), `claims` and `announcements` report changes from any thread.
+this task ended, other nodes would judge this one dead without a reason in the log. `node.py` starts
+it; `shelf` (through `node.py`) reports changes from any thread, `claims` and `announcements` on the
+loop's.
 """
 
+import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,16 +29,17 @@ from lookup_buffer.node.heartbeat import Heartbeat, Pulse
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.invalidations import Invalidations
 from lookup_buffer.node.inventory import Item
+from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.publisher import Publisher, Report
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.transfer import FailedFetches
 from lookup_buffer.node.troubles import Troubles
 from store import (
-    BlockingStore,
     DeviceLocation,
     Failure,
     Location,
+    MetadataStore,
     PoolEndpoint,
     StoreCorrupt,
     StoreError,
@@ -50,15 +54,18 @@ WALK_PAUSE_SECONDS = 60.0
 """After a server was lost, all items are written again, at most this often: unstable connections
 must not keep the fleet rewriting."""
 
+BREAKER_SECONDS = 0.05
+"""How often it is checked whether calls may be made again."""
+CLOSE_SECONDS = 5.0
 EXPIRED_MAX = 8
 """Dead nodes that are removed with one beat: every node does it, so a few are enough."""
 
 
 @dataclass(slots=True)
 class Registrar:
-    """`changed`, `describe` and `pending` may be called on any thread; the rest runs on
-    `lb-registrar`."""
+    """`changed` and `pending` may be called on any thread; the rest runs on the loop's."""
 
+    loop: asyncio.AbstractEventLoop
     storage: Storage
     shelf: Shelf
     directory: Directory
@@ -66,16 +73,16 @@ class Registrar:
     counters: Counters
     record_ttl_seconds: float
     give_up: Callable[[ConfigError], None]
-    """Called on `lb-registrar` if the node must end, with the reason."""
+    """Called if the node must end, with the reason."""
     report: Callable[[Sequence[Report]], None]
-    """Called on `lb-registrar` with the store's results for hand-offs."""
+    """Called with the store's results for hand-offs."""
     clock: Callable[[], float] = time.monotonic
     failed_fetches: FailedFetches = field(default_factory=FailedFetches)
     count_claims: Callable[[], int] = lambda: 0
-    """The number of claims of this node's engines; called on `lb-registrar`."""
+    """The number of claims of this node's engines."""
     endpoints: Callable[[], tuple[PoolEndpoint, ...]] = tuple
-    """The device pools from which other nodes may receive; called on `lb-registrar`."""
-    look_for_pools: Callable[[BlockingStore], None] = lambda _: None
+    """The device pools from which other nodes may receive."""
+    look_for_pools: Callable[[MetadataStore], Awaitable[None]] | None = None
     """Called with each beat; see `Sightings.look`."""
     store_up: bool = False
     """Whether the last attempt succeeded."""
@@ -88,12 +95,13 @@ class Registrar:
     _troubles: Troubles = field(init=False)
     _errands: Errands = field(init=False)
     _breaker: Breaker = field(init=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _wake: threading.Event = field(default_factory=threading.Event)
-    _closing: threading.Event = field(default_factory=threading.Event)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_closing: bool = False
     _namespaces: dict[str, dict[str, str]] = field(default_factory=dict)
     _undescribed: set[str] = field(default_factory=set)
-    _thread: threading.Thread | None = None
+    _task: asyncio.Task[None] | None = None
+    _thread_id: int = field(default_factory=threading.get_ident)
+    """The loop's."""
     _beat_at: float = 0.0
     _walked_at: float = 0.0
     _walk_due: bool = False
@@ -116,8 +124,8 @@ class Registrar:
         )  # fmt: skip
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="lb-registrar", daemon=True)
-        self._thread.start()
+        self._thread_id = threading.get_ident()
+        self._task = self.loop.create_task(self._run())
 
     def changed(
         self,
@@ -135,15 +143,17 @@ class Registrar:
         if reason in REMOVAL_REASONS:
             self.counters.add(reason)
         self._backlog.add(Change(address, reason, claim_token, void))
-        self._wake.set()
+        if threading.get_ident() == self._thread_id:
+            self._wake.set()
+        else:
+            call_from_thread(self.loop, self._wake.set)
 
     def describe(self, fingerprint: str, parts: dict[str, str]) -> None:
         """Publish the parts of a namespace, now and whenever Redis lost them."""
-        with self._lock:
-            if self._namespaces.get(fingerprint) != parts:
-                self._namespaces[fingerprint] = parts
-                self._undescribed.add(fingerprint)
-                self._wake.set()
+        if self._namespaces.get(fingerprint) != parts:
+            self._namespaces[fingerprint] = parts
+            self._undescribed.add(fingerprint)
+            self._wake.set()
 
     def ask_for_devices(self, device_of: Callable[[Item, str], DeviceLocation | None]) -> None:
         """Set the function that gives the device location beside a copy."""
@@ -163,54 +173,54 @@ class Registrar:
         """Whether this node beats under its id, so that other nodes can find its items."""
         return self._heartbeat.established
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Shut down: flush what can be flushed and remove the beat. Bounded."""
-        self._closing.set()
+        self._is_closing = True
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5.0)
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=CLOSE_SECONDS)
 
-    # -- the thread
+    # -- the task
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
         breaker = self._breaker
         self._walked_at = self._beat_at = self.clock()
-        while not self._closing.is_set():
+        while not self._is_closing:
             try:
-                self._wait()
+                await self._wait()
                 if breaker.allows():
-                    self._take_turn(self.storage.store())
+                    await self._take_turn(await self.storage.store())
                     self.store_up, self.failing = True, False
                     breaker.succeeded()
             except StoreError as error:
                 self._failed()
-                if not self._closing.is_set():
+                if not self._is_closing:
                     self._troubles.log(
                         f"node {self.identity.node} failed to write to the store; retried, and "
                         "other nodes do not find new items until it succeeds",
                         error,
                     )
-                    self._revive()
+                    await self._revive()
             except ConfigError as error:
                 self.give_up(error)
                 return  # without `_leave`: the beat in the store belongs to another node
-            except Exception as error:  # noqa: BLE001 -- top of the thread; the node needs it
+            except Exception as error:  # noqa: BLE001 -- top of the task; the node needs it
                 self._failed()
                 self._troubles.log_bug("the metadata writer failed and continues", error)
-        self._leave()
+        await self._leave()
 
-    def _take_turn(self, store: BlockingStore) -> None:
+    async def _take_turn(self, store: MetadataStore) -> None:
         retried: set[str] = set()
         if self.clock() >= self._beat_at:
             began = self.clock()
-            self._beat(store, began)
+            await self._beat(store, began)
             self._beat_at = began + self._heartbeat.pause_seconds()
             retried = self._backlog.retry()
         if self._heartbeat.established:
             for namespace in list(self._undescribed):
                 trouble = f"the description of namespace {namespace} was not written; retried"
-                self._errands.run(trouble, partial(self._describe, store, namespace))
-            missed = self._publisher.write(store, until=self._beat_at)
+                await self._errands.run(trouble, partial(self._describe, store, namespace))
+            missed = await self._publisher.write(store, until=self._beat_at)
             if missed:
                 servers = ", ".join(sorted(missed))
                 error = StoreUnavailable(f"servers of the cluster were not reached: {servers}")
@@ -222,49 +232,51 @@ class Registrar:
         self.counters.add("store_failures")
         self._breaker.failed()
 
-    def _revive(self) -> None:
+    async def _revive(self) -> None:
         with self._troubles.logged("the embedded server was not restarted; retried", StoreError):
-            self.storage.revive()
+            await self.storage.revive()
 
-    def _wait(self) -> None:
-        if not self._breaker.allows():
-            self._closing.wait(0.05)
-            return
+    async def _wait(self) -> None:
         seconds = self._beat_at - self.clock()
-        wake = self._closing  # before the id is established, changes do not end the wait
-        if self._heartbeat.established:
-            wake = self._wake
-            due = self._backlog.wait_seconds()
-            seconds = seconds if due is None else min(seconds, due)
-        if seconds > 0:
-            wake.wait(seconds)
-        self._wake.clear()
+        due = self._backlog.wait_seconds()
+        if not self._breaker.allows():
+            seconds = BREAKER_SECONDS
+        elif self._heartbeat.established and due is not None:
+            seconds = min(seconds, due)
+        until = self.clock() + seconds
+        while (left := until - self.clock()) > 0 and not self._is_closing:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._wake.wait()
+            self._wake.clear()
+            if self._heartbeat.established and self._breaker.allows():
+                return  # otherwise changes do not end the wait
 
-    def _beat(self, store: BlockingStore, began: float) -> None:
+    async def _beat(self, store: MetadataStore, began: float) -> None:
         self.shelf.remove_expired()
         was_established = self._heartbeat.established
         try:
-            pulse = self._heartbeat.beat(store)
+            pulse = await self._heartbeat.beat(store)
         except StoreError:
             self._beat_failed = True
             raise
-        if pulse is Pulse.NEW or (pulse is Pulse.KNOWN and self._is_forgotten(store)):
+        if pulse is Pulse.NEW or (pulse is Pulse.KNOWN and await self._is_forgotten(store)):
             self._must_repeat = True  # also if this beat fails below
             self._errands.wake()
             if was_established:
                 self.directory.store_lost_data()
-        self.directory.refresh(store)
+        await self.directory.refresh(store)
         if pulse is Pulse.WATCHING:
             return  # meanwhile this node can read from others
         with self._troubles.logged("invalidated namespaces were not read; retried", StoreError):
             # It never pauses: after two beats of a node, an invalidation counts as applied there.
-            self._invalidations.apply(store)
+            await self._invalidations.apply(store)
         if self._must_repeat or self.clock() - self._walked_at > self.record_ttl_seconds / 3:
             self._repeat_all()
         self._repeat_after_failover(store)
         errands = (
             ("the description of this node was not written; retried", self._describe_node),
-            ("device pools of other nodes were not read; retried", self.look_for_pools),
+            ("device pools of other nodes were not read; retried", self._look_for_pools),
             ("dead nodes were not removed from the store; retried", self._remove_expired),
             (
                 "locations of dead nodes were not withdrawn; readers skip them",
@@ -274,30 +286,35 @@ class Registrar:
             ("counters were not written; they are kept and retried", self._flush),
         )
         due = began + self._heartbeat.pause_seconds()
-        self._errands.run_until(due, [(trouble, partial(do, store)) for trouble, do in errands])
+        await self._errands.run_until(
+            due, [(trouble, partial(do, store)) for trouble, do in errands]
+        )
 
-    def _is_forgotten(self, store: BlockingStore) -> bool:
+    async def _is_forgotten(self, store: MetadataStore) -> bool:
         """Whether the store lost its data, and a beat that had failed for us hid it: it was carried
         out after the loss. Then the description of this node is gone."""
         if not self._beat_failed:
             return False
         me = self.identity
-        info = store.node_infos([me.node]).get(me.node)
+        info = (await store.node_infos([me.node])).get(me.node)
         self._beat_failed = False
         return info is None or info.boot != me.boot
 
-    def _describe_node(self, store: BlockingStore) -> None:
+    async def _describe_node(self, store: MetadataStore) -> None:
         gauges, claims = self.shelf.gauges(), self.count_claims()
-        store.describe_node(self.identity.info(gauges, claims, self.endpoints()))
+        await store.describe_node(self.identity.info(gauges, claims, self.endpoints()))
 
-    def _remove_expired(self, store: BlockingStore) -> None:
+    async def _look_for_pools(self, store: MetadataStore) -> None:
+        if self.look_for_pools is not None:
+            await self.look_for_pools(store)
+
+    async def _remove_expired(self, store: MetadataStore) -> None:
         for node, boot in self.directory.expired()[:EXPIRED_MAX]:
-            store.leave(node, boot, reason="died")
+            await store.leave(node, boot, reason="died")
 
     def _repeat_all(self) -> None:
         """Write all items and namespaces again: their records expire unless they are renewed."""
-        with self._lock:
-            self._undescribed |= self._namespaces.keys()
+        self._undescribed |= self._namespaces.keys()
         self._walked_at = self.clock()
         self._must_repeat = False
         addresses = self.shelf.addresses()
@@ -306,7 +323,7 @@ class Registrar:
         needed = len(addresses) / (self.record_ttl_seconds / 3)
         self._backlog.repeat(addresses, max(needed, min(share, AGAIN_PER_SECOND_MAX)))
 
-    def _repeat_after_failover(self, store: BlockingStore) -> None:
+    def _repeat_after_failover(self, store: MetadataStore) -> None:
         """Write recent changes again at once, since a replica lags; then all, since a server may
         have returned empty."""
         failovers = store.failovers()
@@ -318,23 +335,22 @@ class Registrar:
             self._walk_due = False
             self._repeat_all()
 
-    def _describe(self, store: BlockingStore, fingerprint: str) -> None:
+    async def _describe(self, store: MetadataStore, fingerprint: str) -> None:
         parts = self._namespaces[fingerprint]
         try:
-            store.describe_namespace(fingerprint, parts)
+            await store.describe_namespace(fingerprint, parts)
         except StoreCorrupt as error:  # another program's data; it is not overwritten
             self._troubles.log(f"namespace {fingerprint} cannot be described", error)
-        with self._lock:
-            if self._namespaces[fingerprint] is parts:  # else a newer description is due
-                self._undescribed.discard(fingerprint)
+        if self._namespaces[fingerprint] is parts:  # else a newer description is due
+            self._undescribed.discard(fingerprint)
 
-    def _note_failures(self, store: BlockingStore) -> None:
+    async def _note_failures(self, store: MetadataStore) -> None:
         failed = self.failed_fetches.take()
         if failed:
             me = self.identity.node
-            store.note_failures([Failure(*at, *why, me) for at, why in failed.items()])
+            await store.note_failures([Failure(*at, *why, me) for at, why in failed.items()])
 
-    def _flush(self, store: BlockingStore) -> None:
+    async def _flush(self, store: MetadataStore) -> None:
         counters, hits = self.counters.take_unflushed()
         by_namespace: dict[str, dict[str, int]] = {}
         for (namespace, key), count in hits.items():
@@ -345,7 +361,7 @@ class Registrar:
         try:
             if counters:
                 with self._troubles.logged("counters of this node were discarded", StoreCorrupt):
-                    store.add_stats(self.identity.node, counters)
+                    await store.add_stats(self.identity.node, counters)
                 counters = {}
         except StoreError as error:
             missed = error
@@ -354,7 +370,7 @@ class Registrar:
                 with self._troubles.logged(
                     f"hits of namespace {namespace} were discarded", StoreCorrupt
                 ):
-                    store.add_hits(namespace, keys)
+                    await store.add_hits(namespace, keys)
             except StoreError as error:
                 missed = error
                 left |= {(namespace, key): count for key, count in keys.items()}
@@ -362,12 +378,12 @@ class Registrar:
             self.counters.put_back(counters, left)
             raise missed
 
-    def _leave(self) -> None:
+    async def _leave(self) -> None:
         if not self._heartbeat.established:
             return
         try:
-            store = self.storage.store()
-            self._flush(store)
-            store.leave(self.identity.node, self.identity.boot, reason="stopped")
+            store = await self.storage.store()
+            await self._flush(store)
+            await store.leave(self.identity.node, self.identity.boot, reason="stopped")
         except StoreError:
             pass  # other nodes will detect that this one no longer beats

@@ -2,20 +2,18 @@
 
 With it a reader's pool connects to another pool when that is first seen, and not only when it needs
 a tensor of it (see `device.pairs`). Only a node with a receiving pool reads, a few nodes with each
-beat. Called by `registrar` on `lb-registrar`; calls `pools` on the loop's thread.
+beat. Called by `registrar` on the loop's thread.
 """
 
-import asyncio
 import random
 from dataclasses import dataclass, field
 from typing import Final
 
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.node.directory import Directory
-from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.pools import Pools
 from lookup_buffer.protocol.messages import SeenPool
-from store import BlockingStore, NodeInfo
+from store import MetadataStore, NodeInfo
 
 NODES_A_BEAT: Final = 16
 """Descriptions read with one beat: bounds the load of a large fleet on the store."""
@@ -28,7 +26,6 @@ Boot = tuple[str, str]
 
 @dataclass(slots=True)
 class Sightings:
-    loop: asyncio.AbstractEventLoop
     directory: Directory
     pools: Pools
     _turn: list[Boot] = field(default_factory=list)
@@ -36,7 +33,7 @@ class Sightings:
     _found: dict[Boot, tuple[SeenPool, ...]] = field(default_factory=dict)
     _seen: dict[str, SeenPool] = field(default_factory=dict)
 
-    def look(self, store: BlockingStore) -> None:
+    async def look(self, store: MetadataStore) -> None:
         """Read some descriptions, and send the changes to the readers' processes.
 
         Raises:
@@ -46,18 +43,18 @@ class Sightings:
             self._turn, self._found, self._seen = [], {}, {}
             return
         others = self.directory.others()
-        self._read(store, others)
+        await self._read(store, others)
         self._found = {boot: pools for boot, pools in self._found.items() if boot in others}
         found = {pool.pool: pool for pools in self._found.values() for pool in pools}
         seen = {name: found.pop(name) for name in self._seen if name in found}
         self._seen = dict([*seen.items(), *found.items()][:SEEN_MAX])
-        call_from_thread(self.loop, self.pools.tell_readers, self._seen)
+        self.pools.tell_readers(self._seen)
 
-    def _read(self, store: BlockingStore, others: set[Boot]) -> None:
+    async def _read(self, store: MetadataStore, others: set[Boot]) -> None:
         if not self._turn:  # a random order, so that not all nodes begin with the same ones
             self._turn = random.sample(sorted(others), len(others))
         due, self._turn = self._turn[-NODES_A_BEAT:], self._turn[:-NODES_A_BEAT]
-        infos = store.node_infos([node for node, _ in due])
+        infos = await store.node_infos([node for node, _ in due])
         for node, boot in due:
             info = infos.get(node)
             # A missing description, or another boot's, is ignored: after the store lost its data

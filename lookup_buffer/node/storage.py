@@ -1,54 +1,47 @@
 """The node's access to the store: opens it at the first use, and starts the embedded server if set.
 
-Opening may wait for an embedded server to start, so it happens on the threads that use the store
-(`lb-registrar`, `lb-locate`), and does not delay the node's start. A package's store is
-opened when the node starts. Created by `node.py`.
+Opening may wait for an embedded server to start, so it happens on a thread (`lb-open`), and does
+not delay the node's start. A package's store is opened when the node starts. Created by `node.py`;
+runs on the loop's thread.
 """
 
 import asyncio
-import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
-from store import (
-    BlockingStore,
-    EmbeddedServer,
-    EmbeddedServerError,
-    StoreError,
-    StoreUnavailable,
-)
+from store import EmbeddedServer, EmbeddedServerError, MetadataStore, StoreError, StoreUnavailable
 from store.schemes import is_foreign
 
 if TYPE_CHECKING:
     from store.base import Forgotten, Mirror, MirrorClaims
 
+T = TypeVar("T")
+
 
 class Storage:
-    """Thread-safe; one store for all threads of the node, on the node's loop."""
+    """One store for all parts of the node."""
 
-    def __init__(self, config: BufferConfig, loop: asyncio.AbstractEventLoop, node: str) -> None:
+    def __init__(self, config: BufferConfig, node: str) -> None:
         self._config = config
         self._node = node
-        self._loop = loop
-        self._loop_runs = True
-        self._lock = threading.Lock()
-        self._store: BlockingStore | None = None
+        self._opening = asyncio.Lock()
+        self._store: MetadataStore | None = None
         self._server: EmbeddedServer | None = None
 
-    def store(self) -> BlockingStore:
+    async def store(self) -> MetadataStore:
         """The store, opened at the first call.
 
         Raises:
             StoreUnavailable: the embedded server cannot be started.
         """
         if self._store is None:
-            with self._lock:
+            async with self._opening:
                 if self._store is None:
-                    self._store = self._open()
-            if not self._loop_runs:
-                self._store.owner_stopped()
+                    self._store = await _on_thread(self._open)
         return self._store
 
     def place_of(self, address: QualifiedKey) -> str:
@@ -64,31 +57,32 @@ class Storage:
         if not is_foreign(self._config.store_url):
             return True
         try:
-            return self.store().store.has_mirror
+            self._store = self._open()
         except StoreError as error:
             raise ConfigError(str(error)) from error
+        return self._store.has_mirror
 
     def mirror(self, forgotten: "Forgotten") -> "tuple[Mirror, MirrorClaims] | None":
-        """A mirror of the opened store and claims over its connections; None if it has none.
+        """A mirror of the opened store and claims over its connections; None if it has none."""
+        assert self._store is not None
+        return self._store.mirror(forgotten)
 
-        Called on the loop's thread.
-        """
-        return self.store().store.mirror(forgotten)
-
-    def close_mirror(self, mirror: "Mirror") -> None:
-        """Close it where the loop runs: perhaps on another thread by now. Not on the loop's."""
-        self.store().on_loop(mirror.close)
-
-    def revive(self) -> None:
+    async def revive(self) -> None:
         """Restart the embedded server if it died; its socket's path stays.
 
         Raises:
             StoreUnavailable: it cannot be started.
         """
-        with self._lock:
+        async with self._opening:
             if self._server is not None and not self._server.running:
                 self._server.close()
-                self._server = self._start_server()
+                self._server = await _on_thread(self._start_server)
+
+    async def close(self) -> None:
+        if self._store is not None:
+            await self._store.close()
+        if self._server is not None:
+            await _on_thread(self._server.close)
 
     def _start_server(self) -> EmbeddedServer:
         try:
@@ -97,7 +91,7 @@ class Storage:
         except EmbeddedServerError as error:
             raise StoreUnavailable(str(error)) from error
 
-    def _open(self) -> BlockingStore:
+    def _open(self) -> MetadataStore:
         config = self._config
         url = config.store_url
         if url == "embedded":
@@ -105,20 +99,12 @@ class Storage:
             url = self._server.url
         seconds = config.store_timeout_seconds
         try:
-            store = config.store_access().open_async(url, seconds, name=self._node)
+            return config.store_access().open_async(url, seconds, name=self._node)
         except ConfigError as error:  # the credential provider worked when the node started
             raise StoreUnavailable(str(error)) from error
-        return BlockingStore(store, self._loop)
 
-    def loop_stopped(self) -> None:
-        """The node's loop runs no more; its threads end on their own."""
-        self._loop_runs = False  # first: a thread may be opening the store
-        if self._store is not None:
-            self._store.owner_stopped()
 
-    def close(self) -> None:
-        with self._lock:
-            if self._store is not None:
-                self._store.close()
-            if self._server is not None:
-                self._server.close()
+async def _on_thread(call: Callable[[], T]) -> T:
+    """The result of a call that may wait for a process. The thread ends with it."""
+    with ThreadPoolExecutor(1, thread_name_prefix="lb-open") as thread:
+        return await asyncio.get_running_loop().run_in_executor(thread, call)

@@ -1,6 +1,6 @@
 """A rate-limited log for failures that repeat.
 
-Used by `registrar` and `errands` on `lb-registrar`.
+Used by `registrar` and `errands` on the loop's thread.
 """
 
 import logging
@@ -19,8 +19,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Troubles:
-    """Used by one thread."""
-
     clock: Callable[[], float] = time.monotonic
     _said_at: dict[str, float] = field(default_factory=dict)
 

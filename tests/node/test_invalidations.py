@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from awaited import at_once, awaited
 from command_line import assert_refused, run, run_json
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.inspection.findings import Code
@@ -140,7 +141,7 @@ class Part:
         """The keys that went."""
         self.now += seconds_later
         self.gone.clear()
-        self.invalidations.apply(self.store)
+        at_once(self.invalidations.apply(awaited(self.store)))
         assert {reason for _, reason in self.gone} <= {"invalidated"}
         return sorted(key for key, _ in self.gone)
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from awaited import at_once, awaited
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.locate import NOT_REACHED, Located, Locator
@@ -14,6 +15,7 @@ from store import (
     EmbeddedServer,
     Found,
     Location,
+    MetadataStore,
     NodeInfo,
     Record,
     StoreUnavailable,
@@ -24,17 +26,17 @@ from store.entries import ABSENT_SECONDS_MAX
 
 class Unopened(Storage):
     def __init__(self) -> None:
-        super().__init__(BufferConfig.of({}), asyncio.get_running_loop(), "node-1")
+        super().__init__(BufferConfig.of({}), "node-1")
         self.tried = 0
 
-    def store(self) -> BlockingStore:
+    async def store(self) -> MetadataStore:
         self.tried += 1
         raise StoreUnavailable("it does not start")
 
 
 def storage_at(url: str) -> Storage:
     config = BufferConfig.of({"store_url": url, "store_timeout_seconds": 5.0})
-    return Storage(config, asyncio.get_running_loop(), "node-1")
+    return Storage(config, "node-1")
 
 
 def locator_on(storage: Storage, *, mirrored: bool = True) -> Locator:
@@ -101,8 +103,8 @@ async def _what_is_absent_is_known_for_a_second(url: str, namespace: str) -> Non
         assert cached is not None
         assert cached.reason == "absent"
         await asyncio.sleep(ABSENT_SECONDS_MAX + 0.1)
-    await asyncio.to_thread(locator.close)
-    await asyncio.to_thread(storage.close)
+    locator.close()
+    await storage.close()
 
 
 def test_keys_removed_with_all_others_are_listed_again(
@@ -121,7 +123,7 @@ async def _removed_keys_are_listed_again(url: str, namespace: str) -> None:
         store.describe_node(NodeInfo(node, "boot", "tcp://127.0.0.1:1", "host", "0", 1, 1, 1))
         store.beat(node, "boot", 1)
         store.publish(record, Location(node, "boot", 1, 1), ttl_seconds=60.0)
-        directory.refresh(store)
+        at_once(directory.refresh(awaited(store)))
 
     without_the_loop(url, prepare)
     locator = Locator(asyncio.get_running_loop(), storage, directory, elsewhere, mirrored=True)
@@ -134,8 +136,8 @@ async def _removed_keys_are_listed_again(url: str, namespace: str) -> None:
         locator._forgotten(None)
         assert not reader.contains(digest_of(namespace, "k"))
     without_the_loop(url, lambda store: store.leave(node, "boot"))
-    await asyncio.to_thread(locator.close)
-    await asyncio.to_thread(storage.close)
+    locator.close()
+    await storage.close()
     reader.close()
     elsewhere.close()
 
@@ -165,8 +167,8 @@ async def _the_mirror_agrees_with_the_reply_to_a_claim(url: str, namespace: str)
     locator.forget((namespace, "other"))
     assert (await under_way).reason == "absent"
     assert locator.known(namespace, ["other"]) == [None], "it was read before"
-    await asyncio.to_thread(locator.close)
-    await asyncio.to_thread(storage.close)
+    locator.close()
+    await storage.close()
 
 
 def test_look_ups_without_a_mirror_share_round_trips(
@@ -180,7 +182,7 @@ async def _look_ups_share_round_trips(url: str, namespace: str) -> None:
     locator = locator_on(storage, mirrored=False)
     locator.start()
     assert (await look_up(locator, namespace, "k")).reason == "absent"
-    store, calls = storage.store().store, 0
+    store, calls = await storage.store(), 0
     read = store.look_up
 
     async def counted(items: Sequence[tuple[str, str]]) -> list[Found]:
@@ -195,5 +197,5 @@ async def _look_ups_share_round_trips(url: str, namespace: str) -> None:
     assert [one.reason for one in found[1:] if isinstance(one, Located)] == ["absent"] * 49
     assert calls <= 2
     assert locator.known(namespace, ["k1"]) == [None], "nothing is cached"
-    await asyncio.to_thread(locator.close)
-    await asyncio.to_thread(storage.close)
+    locator.close()
+    await storage.close()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from awaited import at_once, awaited
 from clusters import ValkeyCluster, slot_of
 from lookup_buffer.node.backlog import BATCH, Backlog, Change
 from lookup_buffer.node.counters import Counters
@@ -71,7 +72,7 @@ class Bench:
         self.backlog.add(Change((self.namespace, key), "", token))
 
     def write(self) -> set[str]:
-        return self.publisher.write(self.store, until=self.clock.now + 1e9)
+        return at_once(self.publisher.write(awaited(self.store), until=self.clock.now + 1e9))
 
     def pass_seconds(self, seconds: int, *beating: str) -> None:
         for _ in range(seconds):
@@ -79,7 +80,7 @@ class Bench:
             self.sequence += 1
             for node in ("us", *beating):
                 self.store.beat(node, f"{node}boot", self.sequence)
-            self.directory.refresh(self.store)
+            at_once(self.directory.refresh(awaited(self.store)))
 
     def held_by(self, key: str) -> set[str]:
         (record,) = self.store.locate(self.namespace, [key])
@@ -213,7 +214,7 @@ def test_locations_of_long_dead_nodes_are_withdrawn_when_read(bench: Bench) -> N
     (record,) = bench.store.locate(bench.namespace, ["k"])
     assert record is not None
     bench.directory.sources(record)
-    bench.publisher.withdraw_void(bench.store)
+    at_once(bench.publisher.withdraw_void(awaited(bench.store)))
     assert bench.held_by("k") == {"us", "b"}
 
 
@@ -266,7 +267,7 @@ def test_failed_writes_are_repeated_when_the_store_is_back(bench: Bench) -> None
     for n in range(100):
         bench.insert(f"k{n}")
     with pytest.raises(StoreUnavailable):
-        bench.publisher.write(gone, until=0.0)
+        at_once(bench.publisher.write(awaited(gone), until=0.0))
     assert len(bench.backlog) == 100
     evicted = bench.shelf.peek((bench.namespace, "k3"))
     assert evicted is not None

@@ -1,13 +1,13 @@
 """Pools that are found before a record names them: read with the beat, sent to readers."""
 
-import asyncio
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
+from awaited import at_once, awaited
 from device_ends import LIBRARY, PORT, Told
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.pools import Pools
@@ -58,8 +58,7 @@ class Fleet:
         self.store = Counting()
         self.directory = Directory("us", lambda: self.now)
         self.readers = Readers()
-        self.loop = asyncio.new_event_loop()
-        self.sightings = Sightings(self.loop, self.directory, self.readers)
+        self.sightings = Sightings(self.directory, self.readers)
         self.lives: dict[str, NodeInfo] = {}
 
     def join(self, node: str, *pools: str) -> None:
@@ -74,19 +73,17 @@ class Fleet:
                 self.store.beat(node, BOOT, int(self.now))
                 if described:
                     self.store.describe_node(info)
-            self.directory.refresh(self.store)
+            at_once(self.directory.refresh(awaited(self.store)))
             self.store.read.clear()
-            self.sightings.look(self.store)
-            self.loop.run_until_complete(asyncio.sleep(0))
+            at_once(self.sightings.look(awaited(self.store)))
         return {name: at.host for name, at in self.readers.seen.items()}
 
 
 @pytest.fixture
-def fleet() -> Iterator[Fleet]:
+def fleet() -> Fleet:
     fleet = Fleet()
     fleet.join("us", THIRD)
-    yield fleet
-    fleet.loop.close()
+    return fleet
 
 
 def test_pools_of_other_nodes_are_discovered_and_removed(fleet: Fleet) -> None:
@@ -115,7 +112,7 @@ def test_a_loss_of_the_stores_data_removes_no_pool(fleet: Fleet) -> None:
     fleet.pass_seconds(3)
     for node in ("us", "a"):
         fleet.store.leave(node, BOOT)  # and with it its description
-    fleet.directory.refresh(fleet.store)
+    at_once(fleet.directory.refresh(awaited(fleet.store)))
     assert fleet.pass_seconds(described=False) == {FIRST: "a.example"}
     assert fleet.pass_seconds(3) == {FIRST: "a.example"}
 

@@ -3,9 +3,9 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.credentials import CredentialProvider
 
@@ -14,17 +14,40 @@ from patience import scaled
 from servers import command
 from store import BlockingStore, Record, StoreUnavailable
 from store.base import Found
+from store.blocking import LoopRunner
 from store.mirror import RedisMirror
 from store.redis_store import RedisStore
 from store.topology import open_topology
 from store.url import parse
 
+_T = TypeVar("_T")
 CALL_SECONDS = 5.0
 """Of who wants an answer: as long as a machine that does other things too may need for it."""
 HASTY_SECONDS = 1.0
 """Of who wants to see what happens when there is none, and what it costs."""
 MARGIN_SECONDS = 0.9
 """Two time-outs in a row would not fit."""
+
+
+class _StoreOfALoop(BlockingStore):
+    """Its calls run on a loop that another thread runs."""
+
+    def __init__(self, store: RedisStore, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(store)
+        self._runner = _Caller(loop)
+
+
+class _Caller(LoopRunner):
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(scaled(30.0))
+
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        self.run(last)
 
 
 class Mirroring:
@@ -54,7 +77,7 @@ class Mirroring:
             credentials=credentials,
             name="mirror",
         )
-        self.store = BlockingStore(RedisStore(topology), self._loop)
+        self.store = _StoreOfALoop(RedisStore(topology), self._loop)
         self.mirror: RedisMirror = self.do(lambda: RedisMirror(topology, **limits))
 
         if "-cluster://" in url or "-sentinel://" in url:
@@ -111,10 +134,15 @@ class Mirroring:
     def close(self) -> None:
         assert self.failures == []
         self.do(self.mirror.close)
+        self.store.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(scaled(5.0))
-        self.store.owner_stopped()
-        self.store.close()  # ends what is left on the loop, and closes it
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left))
+        self._loop.close()
 
     def __enter__(self) -> "Mirroring":
         return self

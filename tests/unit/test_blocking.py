@@ -1,4 +1,4 @@
-"""Blocking calls of an asynchronous store: whoever waits may be interrupted, the owner may stop."""
+"""Blocking calls of an asynchronous store: whoever waits may be interrupted."""
 
 import asyncio
 import os
@@ -66,15 +66,6 @@ def test_an_interrupted_call_of_the_driving_thread_leaves_no_task() -> None:
     runner.close(asyncio.sleep(0))
 
 
-def test_a_stop_for_the_owner_of_the_loop_ends_no_later_call() -> None:
-    loop = asyncio.new_event_loop()
-    runner = LoopRunner(loop)
-    runner.owner_stopped()
-    loop.call_soon(loop.stop)
-    assert runner.run(asyncio.sleep(0.01, "done")) == "done"
-    runner.close(asyncio.sleep(0))
-
-
 def test_a_call_inside_a_coroutine_is_refused() -> None:
     runner = LoopRunner()
 
@@ -93,15 +84,10 @@ def call_until_it_ends(runner: LoopRunner, ends: list[BaseException]) -> None:
         ends.append(end)
 
 
-@pytest.mark.parametrize("owned", [False, True])
-def test_calls_of_other_threads_while_it_closes_end_or_are_refused(owned: bool) -> None:
+def test_calls_of_other_threads_while_it_closes_end_or_are_refused() -> None:
     """Whenever the close comes: none hangs, and none sees a loop that is closed or a cancel."""
     for round_number in range(50):
-        loop = asyncio.new_event_loop() if owned else None
-        owner = None if loop is None else threading.Thread(target=loop.run_forever)
-        if owner is not None:
-            owner.start()
-        runner = LoopRunner(loop)
+        runner = LoopRunner()
         ends: list[BaseException] = []
         threads = [
             threading.Thread(target=call_until_it_ends, args=(runner, ends), daemon=True)
@@ -113,8 +99,4 @@ def test_calls_of_other_threads_while_it_closes_end_or_are_refused(owned: bool) 
         runner.close(asyncio.sleep(0))
         for thread in threads:
             thread.join(10.0)
-        if loop is not None and owner is not None:
-            loop.call_soon_threadsafe(loop.stop)
-            owner.join(10.0)
-            loop.close()
         assert [type(end) for end in ends] == [StoreUnavailable] * len(threads)

@@ -1,9 +1,12 @@
 """The directory on a store that loses data: which nodes are alive, shut down, or long dead."""
 
-import threading
+import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from awaited import at_once, awaited
 from lookup_buffer.node.directory import VOID_MAX, Directory
 from lookup_buffer.times import LONG_DEAD_SECONDS
 from memory_store import MemoryStore
@@ -35,7 +38,7 @@ class Fleet:
             for node in beating:
                 self.store.beat(node, f"{node}boot", self.sequence)
                 self.store.describe_node(info(node))
-            self.directory.refresh(self.store)
+            at_once(self.directory.refresh(awaited(self.store)))
 
     def lose_all(self) -> None:
         for node, beat in self.store.beats().items():
@@ -61,7 +64,7 @@ def test_an_unreachable_node_counts_as_dead_until_its_next_beat(fleet: Fleet) ->
     away.close()
     record = a_record("ns", "k")._replace(locations=(at("new"),))
     fleet.clock.now += 0.5
-    fleet.directory.meet(away, [record])
+    at_once(fleet.directory.meet(awaited(away), [record]))
     assert fleet.directory.sources(record) == ()
     fleet.pass_seconds(1, "us", "a", "new")
     assert fleet.directory.sources(record) == ((at("new"), "tcp://new:1"),)
@@ -70,7 +73,7 @@ def test_an_unreachable_node_counts_as_dead_until_its_next_beat(fleet: Fleet) ->
 def test_the_loss_of_all_data_is_no_departure(fleet: Fleet) -> None:
     fleet.pass_seconds(3, "us", "a", "b")
     fleet.lose_all()
-    fleet.directory.refresh(fleet.store)
+    at_once(fleet.directory.refresh(awaited(fleet.store)))
     assert fleet.directory.endpoint(at("a")) == "tcp://a:1"
     fleet.pass_seconds(1, "us", "a")
     assert fleet.directory.endpoint(at("a")) == "tcp://a:1"
@@ -88,35 +91,40 @@ def test_a_loss_that_our_own_beat_noticed_first(fleet: Fleet) -> None:
     assert fleet.directory.endpoint(at("a")) == "tcp://a:1"
 
 
-class Slow(MemoryStore):
-    """What the thread "slow" reads reaches it late."""
+class Slow:
+    """Its first reading of the beats arrives late."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.read, self.on_its_way = threading.Event(), threading.Event()
+    def __init__(self, store: MemoryStore) -> None:
+        self.store = awaited(store)
+        self.on_its_way = asyncio.Event()
+        self.readings = 0
 
-    def beats(self) -> dict[str, Beat]:
-        found = super().beats()
-        if threading.current_thread().name == "slow":
-            self.read.set()
-            assert self.on_its_way.wait(5.0)
+    async def beats(self) -> dict[str, Beat]:
+        self.readings += 1
+        found = await self.store.beats()
+        if self.readings == 1:
+            await self.on_its_way.wait()
         return found
+
+    async def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
+        return await self.store.node_infos(nodes)
 
 
 def test_an_older_reading_that_arrives_late_is_no_sign_of_life(fleet: Fleet) -> None:
-    fleet.store = store = Slow()
     fleet.pass_seconds(3, "us", "a")
-    slow = threading.Thread(target=fleet.directory.refresh, args=(store,), name="slow")
-    slow.start()
-    assert store.read.wait(5.0)
-    store.beat("a", "aboot", 99)  # its last
-    other = threading.Thread(target=fleet.directory.refresh, args=(store,))
-    other.start()
-    other.join(0.3)
-    fleet.clock.now += 2.0
-    store.on_its_way.set()
-    slow.join(5.0)
-    other.join(5.0)
+
+    async def read_twice() -> None:
+        store: Any = Slow(fleet.store)
+        slow = asyncio.ensure_future(fleet.directory.refresh(store))
+        await asyncio.sleep(0)
+        fleet.store.beat("a", "aboot", 99)  # its last
+        other = asyncio.ensure_future(fleet.directory.refresh(store))
+        await asyncio.sleep(0.01)
+        fleet.clock.now += 2.0
+        store.on_its_way.set()
+        await asyncio.gather(slow, other)
+
+    asyncio.run(read_twice())
     assert fleet.directory.endpoint(at("a")) == "tcp://a:1"
     fleet.pass_seconds(5, "us")
     assert fleet.directory.endpoint(at("a")) is None, "noticed within six seconds"
@@ -128,7 +136,7 @@ def test_a_node_that_was_stopped_counts_no_other_as_dead_when_it_resumes(fleet: 
     fleet.clock.now += 30.0
     fleet.directory.tick()
     assert fleet.directory.endpoint(at("a")) == "tcp://a:1"
-    fleet.directory.refresh(fleet.store)
+    at_once(fleet.directory.refresh(awaited(fleet.store)))
     assert fleet.directory.endpoint(at("a")) == "tcp://a:1", "it has not come to beat again"
     fleet.pass_seconds(5, "us", "a")
     assert fleet.directory.endpoint(at("a")) == "tcp://a:1"
@@ -184,7 +192,9 @@ def test_a_boot_that_is_too_young_to_be_known_is_not_dead(fleet: Fleet) -> None:
     away = MemoryStore()
     away.close()
     fleet.clock.now += 0.5
-    fleet.directory.meet(away, [a_record("ns", "k")._replace(locations=(at("new"),))])
+    at_once(
+        fleet.directory.meet(awaited(away), [a_record("ns", "k")._replace(locations=(at("new"),))])
+    )
     assert not fleet.directory.is_dead(at("new")), "the store did not answer"
     fleet.pass_seconds(1, "us", "a", "new")
     assert not fleet.directory.is_dead(at("new"))
@@ -199,7 +209,7 @@ def test_a_boot_that_began_right_after_the_last_refresh_is_found(fleet: Fleet) -
     record = a_record("ns", "k")._replace(locations=(at("new"),))
     fleet.clock.now += 0.001
     assert not fleet.directory.knows(at("new"))
-    fleet.directory.meet(fleet.store, [record])
+    at_once(fleet.directory.meet(awaited(fleet.store), [record]))
     assert fleet.directory.sources(record) == ((at("new"), "tcp://new:1"),)
 
 
@@ -209,7 +219,7 @@ def test_a_boot_that_is_not_found_causes_few_refreshes(fleet: Fleet) -> None:
     began = set()
     for _ in range(1000):
         fleet.clock.now += 0.001
-        fleet.directory.meet(fleet.store, [record])
+        at_once(fleet.directory.meet(awaited(fleet.store), [record]))
         began.add(fleet.directory.refreshed_at)
     assert 15 <= len(began) <= 22
 
@@ -220,7 +230,7 @@ def test_a_boot_that_was_replaced_is_dead_at_once(fleet: Fleet) -> None:
     (old,) = [beat for node, beat in fleet.store.beats().items() if node == "a"]
     fleet.store.beat("a", "next", 1, replacing=old)
     assert not fleet.directory.is_dead(at("a"))
-    fleet.directory.refresh(fleet.store)
+    at_once(fleet.directory.refresh(awaited(fleet.store)))
     assert fleet.directory.is_dead(at("a"))
     assert fleet.directory.is_replaced(at("a"))
     assert not fleet.directory.is_dead(at("a", "next"))

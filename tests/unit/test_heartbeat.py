@@ -2,6 +2,7 @@
 
 import pytest
 
+from awaited import at_once, awaited
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.node.heartbeat import Heartbeat, Pulse
 from lookup_buffer.node.identity import Identity
@@ -34,18 +35,18 @@ def heart(clock: Clock, boot: str = "mine") -> Heartbeat:
 
 def test_a_free_id_is_taken_at_once(clock: Clock, store: MemoryStore) -> None:
     mine = heart(clock)
-    assert mine.beat(store) is Pulse.NEW
+    assert at_once(mine.beat(awaited(store))) is Pulse.NEW
     assert mine.established
-    assert mine.beat(store) is Pulse.KNOWN
+    assert at_once(mine.beat(awaited(store))) is Pulse.KNOWN
 
 
 def test_a_store_that_lost_its_data_is_distinguished_from_a_known_node(
     clock: Clock, store: MemoryStore
 ) -> None:
     mine = heart(clock)
-    mine.beat(store)
+    at_once(mine.beat(awaited(store)))
     store.leave("node-1", "mine")
-    assert mine.beat(store) is Pulse.NEW
+    assert at_once(mine.beat(awaited(store))) is Pulse.NEW
     assert mine.established
 
 
@@ -53,11 +54,11 @@ def test_a_boot_without_new_beats_is_replaced(clock: Clock, store: MemoryStore) 
     store.beat("node-1", "old", 7)
     mine = heart(clock)
     while clock.now < 100.0 + WATCH_SECONDS:
-        assert mine.beat(store) is Pulse.WATCHING
+        assert at_once(mine.beat(awaited(store))) is Pulse.WATCHING
         assert not mine.established
         assert store.beats() == {"node-1": Beat("old", 7)}
         clock.now += mine.pause_seconds()
-    assert mine.beat(store) is Pulse.NEW
+    assert at_once(mine.beat(awaited(store))) is Pulse.NEW
     assert mine.established
     assert store.beats()["node-1"].boot == "mine"
 
@@ -66,11 +67,11 @@ def test_a_boot_with_new_beats_keeps_its_id(clock: Clock, store: MemoryStore) ->
     store.beat("node-1", "other", 7)
     store.describe_node(NodeInfo("node-1", "other", "tcp://10.0.0.1:1", "far", "0", 1, 0, 0))
     mine = heart(clock)
-    assert mine.beat(store) is Pulse.WATCHING
+    assert at_once(mine.beat(awaited(store))) is Pulse.WATCHING
     clock.now += 1.0
     store.beat("node-1", "other", 8)
     with pytest.raises(ConfigError) as caught:
-        mine.beat(store)
+        at_once(mine.beat(awaited(store)))
     for part in ("'node-1'", "boot other", "on host far", "another id"):
         assert part in str(caught.value)
     assert store.beats() == {"node-1": Beat("other", 8)}
@@ -83,7 +84,7 @@ def test_of_two_nodes_that_wait_for_one_id_one_gets_it(clock: Clock, store: Memo
     for _ in range(40):
         for one in list(hearts):
             try:
-                one.beat(store)
+                at_once(one.beat(awaited(store)))
             except ConfigError:
                 hearts.remove(one)
                 given_up.append(one)
@@ -98,23 +99,23 @@ def test_a_silence_in_which_the_store_was_away_does_not_count(
 ) -> None:
     store.beat("node-1", "other", 7)
     mine = heart(clock)
-    assert mine.beat(store) is Pulse.WATCHING
+    assert at_once(mine.beat(awaited(store))) is Pulse.WATCHING
     gone = MemoryStore()
     gone.close()
     clock.now += 10.0
     with pytest.raises(StoreUnavailable):
-        mine.beat(gone)
-    assert mine.beat(store) is Pulse.WATCHING, "the other could not beat either"
+        at_once(mine.beat(awaited(gone)))
+    assert at_once(mine.beat(awaited(store))) is Pulse.WATCHING, "the other could not beat either"
     clock.now += 1.0
     store.beat("node-1", "other", 8)
     with pytest.raises(ConfigError):
-        mine.beat(store)
+        at_once(mine.beat(awaited(store)))
 
 
 def test_a_node_replaced_while_frozen_ends(clock: Clock, store: MemoryStore) -> None:
     mine = heart(clock)
-    mine.beat(store)
+    at_once(mine.beat(awaited(store)))
     store.beat("node-1", "later", 1, replacing=store.beats()["node-1"])
     with pytest.raises(ConfigError, match="boot later took this id over while this node"):
-        mine.beat(store)
+        at_once(mine.beat(awaited(store)))
     assert store.beats() == {"node-1": Beat("later", 1)}

@@ -1,13 +1,15 @@
-"""The registrar's thread on stores that fail over, refuse, evict the node, or have bugs."""
+"""The registrar on stores that fail over, refuse, evict the node, or have bugs."""
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
 
+from awaited import awaited
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.node.backlog import RECENT_SECONDS
@@ -37,14 +39,8 @@ class FailingOver(MemoryStore):
 
 class Given(Storage):
     def __init__(self, store: BlockingStore) -> None:
-        super().__init__(BufferConfig.of({}), asyncio.new_event_loop(), "node-1")
-        self._given = store
-
-    def store(self) -> BlockingStore:
-        return self._given
-
-    def __del__(self) -> None:
-        self._loop.close()
+        super().__init__(BufferConfig.of({}), "node-1")
+        self._store = awaited(store)
 
 
 @contextmanager
@@ -53,9 +49,12 @@ def registrar_on(
     give_up: Callable[[ConfigError], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[Registrar, Shelf]]:
+    """On a loop that runs on a thread of its own; changes come from the test's."""
+    loop = asyncio.new_event_loop()
     shelf = Shelf(1 << 20, lambda address, reason: registrar.changed(address, reason))
     identity = Identity("us", "usboot", "tcp://us:1")
     registrar = Registrar(
+        loop,
         Given(store),
         shelf,
         Directory("us"),
@@ -66,9 +65,14 @@ def registrar_on(
         lambda _: None,
         clock,
     )
-    registrar.start()
+    loop.call_soon(registrar.start)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
     yield registrar, shelf
-    registrar.close()
+    asyncio.run_coroutine_threadsafe(registrar.close(), loop).result(10.0)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
     shelf.close()
 
 
@@ -209,7 +213,7 @@ def test_a_namespace_that_is_described_anew_meanwhile_is_written_anew() -> None:
     store = Interrupted()
     with registrar_on(store) as (registrar, _):
         store.meanwhile = lambda: registrar.describe(NAMESPACE, {"model": "newer"})
-        registrar.describe(NAMESPACE, {"model": "older"})
+        registrar.loop.call_soon_threadsafe(registrar.describe, NAMESPACE, {"model": "older"})
         wait_until(lambda: store.namespaces().get(NAMESPACE) == {"model": "newer"}, 3.0)
 
 

@@ -313,7 +313,7 @@ def test_an_unexpected_error_at_the_opening_of_the_store_is_a_miss() -> None:
     class Broken:
         tried = 0
 
-        def store(self) -> None:
+        async def store(self) -> None:
             self.tried += 1
             raise RuntimeError("can't start new thread")
 
@@ -343,16 +343,15 @@ def test_all_who_meet_an_unknown_node_share_a_reading_of_the_membership() -> Non
                 Record(*item, "uint8", (1,), 1, "tensor", 1.0, locations=(new,)) for item in items
             ]
 
-        def beats(self) -> None:
+        async def beats(self) -> None:
             self.readings += 1
             raise StoreUnavailable("no answer in time")
 
     async def test() -> None:
         behind: Any = Behind()
-        behind.store = behind
 
         class Storage:
-            def store(self) -> Any:
+            async def store(self) -> Any:
                 return behind
 
             def place_of(self, address: QualifiedKey) -> str:
