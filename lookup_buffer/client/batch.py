@@ -21,7 +21,7 @@ from lookup_buffer.client.session import (
 from lookup_buffer.codec import Value
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable, TensorTooLarge
 from lookup_buffer.key import TensorKey
-from lookup_buffer.protocol.fields import KEYS_MAX, checked_seconds, clamped_seconds
+from lookup_buffer.protocol.fields import KEYS_BYTES_MAX, KEYS_MAX, checked_seconds, clamped_seconds
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome
 from lookup_buffer.shm.memory import copy_bytes
@@ -66,10 +66,11 @@ class Batch:
 
     def insert_one(self, key: TensorKey, value: Value) -> Inserted:
         """Raises what `LookupBuffer.insert` raises."""
+        deadline = time.monotonic() + self._timeout
         with self._session.memory() as memory:
             header = _header_of(value, memory.arena.nbytes)
         with self._session.connection(self._timeout) as connection:
-            staged = self._send(connection, [(key, value)], [header], [0])
+            staged = self._send(connection, [(key, value)], [header], [0], deadline)
             (result,) = connection.reply(staged.request, staged.deadline)["results"]
         inserted = _result_of(result)
         if isinstance(inserted, LookupBufferError):
@@ -91,8 +92,10 @@ class Batch:
                 except LookupBufferError as error:
                     results[index] = error
             fits = [index for index, result in enumerate(results) if result is None]
-            groups = list(_groups(fits, headers, min(STAGED_BYTES, capacity_bytes // ARENA_SHARE)))
-            self._insert_groups(items, headers, groups, results)
+            most_bytes = min(STAGED_BYTES, capacity_bytes // ARENA_SHARE)
+            groups = list(_groups(fits, items, headers, most_bytes))
+            if groups:
+                self._insert_groups(items, headers, groups, results)
         except LookupBufferError as error:
             return [error if result is None else result for result in results]
         return [result for result in results if result is not None]
@@ -112,7 +115,8 @@ class Batch:
                     if not free:
                         free.append(_receive(sent[0], results))
                         sent.popleft()
-                    sent.append(self._send(free.pop(), items, headers, group))
+                    deadline = time.monotonic() + self._timeout
+                    sent.append(self._send(free.pop(), items, headers, group, deadline))
                 while sent:
                     _receive(sent[0], results)
                     sent.popleft()
@@ -137,9 +141,9 @@ class Batch:
         items: Sequence[tuple[TensorKey, Value]],
         headers: Sequence[TensorHeader],
         group: list[int],
+        deadline: float,
     ) -> _Staged:
         """Copy a group into the staging area and request its insert."""
-        deadline = time.monotonic() + self._timeout
         offsets, end = [], 0
         for index in group:
             offsets.append(end)
@@ -180,16 +184,21 @@ def _header_of(value: Value, capacity_bytes: int) -> TensorHeader:
 
 
 def _groups(
-    indexes: Sequence[int], headers: Sequence[TensorHeader], most_bytes: int
+    indexes: Sequence[int],
+    items: Sequence[tuple[TensorKey, Value]],
+    headers: Sequence[TensorHeader],
+    most_bytes: int,
 ) -> Iterator[list[int]]:
     """The items of each request."""
     group: list[int] = []
-    nbytes = 0
+    nbytes = characters = 0
     for index in indexes:
-        nbytes += _aligned(headers[index].nbytes)
-        if group and (nbytes > most_bytes or len(group) == STAGED_MAX):
+        size, length = _aligned(headers[index].nbytes), len(items[index][0].text)
+        nbytes, characters = nbytes + size, characters + length
+        is_full = nbytes > most_bytes or characters > KEYS_BYTES_MAX or len(group) == STAGED_MAX
+        if group and is_full:
             yield group
-            group, nbytes = [], _aligned(headers[index].nbytes)
+            group, nbytes, characters = [], size, length
         group.append(index)
     if group:
         yield group

@@ -15,7 +15,7 @@ the local index, `load` copies pinned bytes, `pending` keeps prefetches and sets
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -217,11 +217,12 @@ class LookupBuffer:
                     found[index] = self._local_reads.select(key, outs[index])
                 except NotListed:
                     absent.append(index)
-            brought = self._prefetches.in_turn([keys[index] for index in absent], timeout)
-            for index, handle in zip(absent, brought, strict=True):
-                if handle.order is not None:
-                    found[index] = self._loads.load(handle.order, outs[index])
-                else:
+            wanted = [keys[index] for index in absent]
+            with closing(self._prefetches.in_turn(wanted, timeout)) as brought:
+                for index, handle in zip(absent, brought, strict=True):
+                    if handle.order is not None:
+                        found[index] = self._loads.load_copy(handle.order, outs[index])
+                        continue
                     found[index] = handle.reason or MissReason.ABSENT
                     crowded += [index] if handle.reason == MissReason.NO_ROOM else []
             for index in crowded:  # alone it has more room

@@ -51,6 +51,13 @@ class Loads:
             codec.copy_into(tensor, memory.arena.address + order.offset, order.nbytes)
         return tensor
 
+    def load_copy(self, order: LoadOrder, out: Tensor | None = None) -> Value:
+        """As `load`; also of a tensor that a lane received a copy in this process's memory."""
+        loaded = self.load(order, out)
+        if not order.lane or loaded is None or out is not None:
+            return loaded
+        return loaded.to("cpu", copy=True)
+
     def arena(self, boot: str) -> memoryview:
         """See `LookupBuffer.arena`."""
         with self._session.memory(boot) as memory:

@@ -8,7 +8,7 @@ thread. When the node is lost, all pending handles fail.
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from lookup_buffer.client.handles import ClaimHandle, LoadOrder, PrefetchHandle, PrefetchState
@@ -23,7 +23,6 @@ from lookup_buffer.protocol.messages import (
     Encoding,
     Prefetch,
     Request,
-    Stats,
     Unclaim,
 )
 from lookup_buffer.times import CALL_SECONDS
@@ -66,11 +65,16 @@ class PendingPrefetches:
                 self._settled.wait_for(lambda: _all_settled(handles), timeout)
         return handles
 
-    def in_turn(self, keys: Sequence[TensorKey], wait_seconds: float) -> Iterator[PrefetchHandle]:
+    def in_turn(
+        self, keys: Sequence[TensorKey], wait_seconds: float
+    ) -> Generator[PrefetchHandle, None, None]:
         """Prefetch `keys` in batches, of which at most AHEAD are not read yet; yields each handle
         once it has settled. Its pin may end when the next one is requested.
 
         With `wait_seconds` shared keys that no node holds are waited for.
+
+        Raises:
+            NodeUnavailable: the node does not answer.
         """
         until = time.monotonic() + clamped_seconds(wait_seconds)
         batches = [keys[start : start + BATCH_MAX] for start in range(0, len(keys), BATCH_MAX)]
@@ -82,23 +86,23 @@ class PendingPrefetches:
                 started += self.start(batch, 0.0, wait_seconds=left)
                 most = 0 if batch is batches[-1] else (AHEAD - 1) * BATCH_MAX
                 while len(started) > most:
+                    is_pending = started[0].state is PrefetchState.PENDING
+                    if is_pending or len(read) == BATCH_MAX:
+                        self._release_all(read)  # before a wait: it may be for room
                     self._wait(started[0])
-                    if len(read) == BATCH_MAX:
-                        self._release_all(read)
                     read.append(started.popleft())
                     yield read[-1]
         finally:
             self._release_all([*read, *started])
 
     def _wait(self, handle: PrefetchHandle) -> None:
-        """Until it settles. The node bounds its transfers, so only its own end is looked for."""
+        """Until it settles. The node bounds its transfers, so only its own end is looked for.
+
+        Raises:
+            NodeUnavailable: the node does not answer.
+        """
         while handle.wait(CALL_SECONDS) is PrefetchState.PENDING:
-            try:
-                self._session.call(Stats(next_request_id()), CALL_SECONDS)
-            except LookupBufferError:
-                with self._settled:
-                    pending = [entry for entry, one in self._pending.items() if one is handle]
-                self._fail(pending)
+            self._session.probe(CALL_SECONDS)
 
     def _release_all(self, handles: list[PrefetchHandle]) -> None:
         """Release these, in one message, and forget them."""

@@ -32,7 +32,7 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
-from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Join, Request, Stage
+from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Join, Request, Stage, Stats
 from lookup_buffer.runtime import node_socket
 from lookup_buffer.shm.index import LocalIndexReader, RemoteIndexReader
 from lookup_buffer.shm.memory import Mapping, Staging
@@ -153,10 +153,26 @@ class ClientSession:
             connection = self._idle_or_new(current, deadline)
             try:
                 yield connection
+            except LookupBufferError:
+                raise
+            except BaseException:  # such as KeyboardInterrupt: a reply may still come
+                connection.close()
+                raise
             finally:
                 self._put_idle(current, connection)
         finally:
             self._free_connections.release()
+
+    def probe(self, timeout: float) -> None:
+        """Check that the node answers, unless all connections are in use: their callers notice it.
+
+        Raises:
+            NodeUnavailable: it does not answer within `timeout` seconds.
+        """
+        if not self._free_connections.acquire(blocking=False):
+            return
+        self._free_connections.release()
+        self.call(Stats(next_request_id()), timeout)
 
     def post(self, request: Request) -> None:
         """Send a one-way request. Waits at most `FULL_SECONDS`, if the socket is full.
@@ -312,6 +328,9 @@ class ClientSession:
         except LookupBufferError as error:
             connection.close()
             raise NodeUnavailable(f"the session with the node has ended: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def _put_idle(self, current: _OpenSession, connection: "NodeConnection") -> None:

@@ -92,7 +92,8 @@ class Announcements:
             published = self._published.pop(address, None)
             if outcome is Publication.OWNED:
                 if published is not None:  # another node published first
-                    published.set_result(None)
+                    if not published.done():  # else the contest is being cancelled
+                        published.set_result(None)
                 elif address not in self._contests:
                     self._contests[address] = self.loop.create_task(self._contend(address))
                 continue
@@ -117,7 +118,7 @@ class Announcements:
                     "which does not answer; insert it again"
                 )
             )
-            if len(self._inserts[address]) == 1:  # else a newer insert of the key continues
+            if all(other.outcome.done() for other in self._inserts[address]):
                 self._end_contest(address)
         if not one.outcome.done():
             self.loop.call_later(LOOK_SECONDS, self._look, one, until)

@@ -29,7 +29,7 @@ class Arrival:
     ttl_seconds: float | None
     until: float
     """The insert's deadline, by the loop's clock."""
-    on_wanted: "partial[None] | None" = None
+    on_wanted: "partial[bool] | None" = None
     """Called when a taker requests it, while it is offered."""
 
 
@@ -102,14 +102,22 @@ class Arrivals:
 
     def _look(self) -> None:
         self._looking = False
+        refused_bytes: int | None = None
         for arrival in list(self._queue):
-            self._try(arrival)
+            nbytes = arrival.header.nbytes
+            is_wanted = self.handoffs.wanted(arrival.address)
+            if not is_wanted and refused_bytes is not None and nbytes >= refused_bytes:
+                continue  # there was no room for a smaller one
+            if not self._try(arrival) and not is_wanted:
+                refused_bytes = nbytes
 
-    def _try(self, arrival: Arrival) -> None:
+    def _try(self, arrival: Arrival) -> bool:
+        """Returns whether it waits no longer."""
         admitted = self._queue.get(arrival)
         if admitted is None or admitted.done():
-            return  # admitted, or dropped
+            return True  # admitted, or dropped
         try:
             admitted.set_result(self._reserve(arrival))
         except BufferFull:
-            pass  # it waits for more room
+            return False
+        return True

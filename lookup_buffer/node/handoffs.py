@@ -65,6 +65,8 @@ class Bid:
     address: QualifiedKey
     taker: Hashable
     tell: Tell
+    is_gone: Callable[[], bool] = lambda: False
+    """Whether its taker is being cancelled, and is to be skipped."""
 
 
 @dataclass(slots=True)
@@ -78,13 +80,19 @@ class Handoffs:
     _current: dict[QualifiedKey, Lease] = field(default_factory=dict)
     """The lease on the item that is found at the address."""
     _lines: dict[QualifiedKey, deque[Bid]] = field(default_factory=dict)
-    _offers: dict[QualifiedKey, list[Callable[[], None]]] = field(default_factory=dict)
+    _offers: dict[QualifiedKey, list[Callable[[], object]]] = field(default_factory=dict)
     _held_back: set[QualifiedKey] = field(default_factory=set)
 
     # -- takers
 
     def take(
-        self, address: QualifiedKey, taker: Hashable, tell: Tell, *, patient: bool
+        self,
+        address: QualifiedKey,
+        taker: Hashable,
+        tell: Tell,
+        *,
+        patient: bool,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> Bid | None:
         """Take the item at `address`, or queue for it if `patient`.
 
@@ -97,7 +105,7 @@ class Handoffs:
         """
         if not is_handoff(address[1]):
             raise ProtocolError("only a hand-off can be taken; this key has no request id")
-        bid = Bid(address, taker, tell)
+        bid = Bid(address, taker, tell, is_gone)
         self._lines.setdefault(address, deque()).append(bid)
         self._serve(address)
         line = self._lines.get(address)
@@ -118,7 +126,8 @@ class Handoffs:
     async def take_queued(self, address: QualifiedKey, taker: Hashable) -> Lease | None:
         """As `take`; queue until there is nothing to wait for on this node."""
         told: asyncio.Future[Lease | None] = self.loop.create_future()
-        bid = self.take(address, taker, partial(self._tell, told), patient=True)
+        tell = partial(self._tell, told)
+        bid = self.take(address, taker, tell, patient=True, is_gone=told.done)
         try:
             return await told
         except asyncio.CancelledError:
@@ -217,14 +226,14 @@ class Handoffs:
         return address in self._lines
 
     def offer(
-        self, address: QualifiedKey, header: TensorHeader, on_wanted: Callable[[], None]
+        self, address: QualifiedKey, header: TensorHeader, on_wanted: Callable[[], object]
     ) -> None:
         """An insert for `address` waits for space: call `on_wanted` when a taker requests it, until
         `withdraw`. The offer is published for takers on other nodes."""
         self._offers.setdefault(address, []).append(on_wanted)
         self.shelf.offer(address, header)
 
-    def withdraw(self, address: QualifiedKey, on_wanted: Callable[[], None]) -> None:
+    def withdraw(self, address: QualifiedKey, on_wanted: Callable[[], object]) -> None:
         offers = self._offers.get(address, [])
         if on_wanted in offers:
             offers.remove(on_wanted)
@@ -239,6 +248,9 @@ class Handoffs:
         """Lease the item to the first in the queue, or call all with None if there is nothing to
         wait for."""
         while (line := self._lines.get(address)) and address not in self._held_back:
+            if line[0].is_gone():
+                self.cancel(line[0])
+                continue
             held = self.shelf.hold(address, HANDOFF_OWNER)
             if held is None:
                 if address in self._offers:

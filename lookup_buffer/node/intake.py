@@ -98,10 +98,11 @@ class Intake:
         parts = _parts(request, 0 if staging is None else staging.nbytes)
         one = _Inserting(connection, session, request, staging, parts, [None] * len(parts))
         self._inserting[connection] = one
-        reserved = []
+        reserved, handoffs = [], dict[QualifiedKey, asyncio.Task[None]]()
         for index, part in enumerate(parts):
             if is_handoff(part.address[1]):
-                self._start(one, self._hand_off(one, index), waits=True)
+                insert = self._hand_off(one, index, handoffs.get(part.address))
+                handoffs[part.address] = self._start(one, insert, waits=True)
             elif (item := self._reserve(one, index)) is not None:
                 reserved.append((index, item))
             elif one.results[index] is None:
@@ -128,12 +129,15 @@ class Intake:
 
     # -- one request
 
-    def _start(self, one: _Inserting, part: Coroutine[Any, Any, None], *, waits: bool) -> None:
+    def _start(
+        self, one: _Inserting, part: Coroutine[Any, Any, None], *, waits: bool
+    ) -> "asyncio.Task[None]":
         task = self.loop.create_task(part)
         one.tasks.add(task)
         if waits:
             one.waiting.add(task)
         task.add_done_callback(partial(self._ended, one))
+        return task
 
     def _ended(self, one: _Inserting, task: "asyncio.Task[None]") -> None:
         one.tasks.discard(task)
@@ -193,7 +197,12 @@ class Intake:
 
     # -- hand-offs
 
-    async def _hand_off(self, one: _Inserting, index: int) -> None:
+    async def _hand_off(
+        self, one: _Inserting, index: int, earlier: "asyncio.Task[None] | None"
+    ) -> None:
+        """Insert a hand-off, after an earlier one of the same key in the request."""
+        if earlier is not None:
+            await asyncio.wait([earlier])
         part, request = one.parts[index], one.request
         until = self.loop.time() + request.wait_seconds
         arrival = Arrival(part.address, part.header, request.ttl_seconds, until)

@@ -8,8 +8,7 @@ answered when they are published. Called by `desk` on the loop's thread.
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,42 +133,51 @@ class Prefetches:
         return request.wait_seconds > 0 and not request.claimer and not is_handoff(address[1])
 
     async def _over_hosts(self, pending: _Pending, addresses: Sequence[QualifiedKey]) -> None:
-        settle = functools.partial(self._settle, pending)
-        awaited = [address for address in addresses if self._may_wait(pending, address)]
-        if self._awaited[pending.session.id] + len(awaited) > AWAITED_MAX:
-            awaited = []
-        with self._counted_awaited(pending.session, len(awaited)):
-            async with asyncio.TaskGroup() as group:
-                for address in awaited:
-                    group.create_task(self._await(pending, address))
-                left = set(addresses).difference(awaited)
-                await self.reads.bring_each([each for each in addresses if each in left], settle)
+        """Bring these keys together, and then wait for each that no node has."""
+        async with asyncio.TaskGroup() as group:
 
-    @contextmanager
-    def _counted_awaited(self, session: Session, count: int) -> Iterator[None]:
-        self._awaited[session.id] += count
-        try:
-            yield
-        finally:
-            self._awaited[session.id] -= count
-            if not self._awaited[session.id]:
-                del self._awaited[session.id]
+            def settle(settled: list[tuple[QualifiedKey, Fetched]]) -> None:
+                final = []
+                for address, fetched in settled:
+                    if self._is_awaited(pending, address, fetched):
+                        awaiting = group.create_task(self._await(pending, address))
+                        awaiting.add_done_callback(lambda _: self._forget_awaited(pending))
+                        self._awaited[pending.session.id] += 1
+                    else:
+                        final.append((address, fetched))
+                self._settle(pending, final)
+
+            await self.reads.bring_each(addresses, settle)
+
+    def _is_awaited(self, pending: _Pending, address: QualifiedKey, fetched: Fetched) -> bool:
+        """Whether this key is waited for now. A key that found no room is not: its session may
+        hold the pins that fill the arena."""
+        is_missing = fetched.held is None and not self.reads.shelf.holds(address)
+        may_come = is_missing and fetched.reason != MissReason.NO_ROOM
+        is_bounded = self._awaited[pending.session.id] < AWAITED_MAX
+        return may_come and is_bounded and self._may_wait(pending, address)
+
+    def _forget_awaited(self, pending: _Pending) -> None:
+        self._awaited[pending.session.id] -= 1
+        if not self._awaited[pending.session.id]:
+            del self._awaited[pending.session.id]
 
     async def _await(self, pending: _Pending, address: QualifiedKey) -> None:
-        def hold(fetched: Fetched) -> list[tuple[int, dict[str, Any]]] | None:
-            if not self.reads.shelf.holds(address):  # then ranks that are missing do not matter
-                return None
-            return self._hold_each(pending, address, fetched)
+        def hold(fetched: Fetched) -> list[tuple[int, dict[str, Any]]] | MissReason | None:
+            if self.reads.shelf.holds(address):  # else ranks that are missing do not matter
+                return self._hold_each(pending, address, fetched)
+            return MissReason.NO_ROOM if fetched.reason == MissReason.NO_ROOM else None
 
+        found: list[tuple[int, dict[str, Any]]] | MissReason
         found = await self.reads.bring(address, pending.request.wait_seconds, hold)
         if isinstance(found, MissReason):
             self._settle(pending, [(address, Fetched(None, found))])
         else:
             _push(pending, found)
 
-    def _settle(self, pending: _Pending, settled: list[tuple[QualifiedKey, Fetched]]) -> None:
+    def _settle(self, pending: _Pending, settled: Sequence[tuple[QualifiedKey, Fetched]]) -> None:
         """Send the session the results of these keys: pins, or misses."""
-        if pending.session.over:
+        if pending.session.over or not settled:
             return
         entries = []
         for address, fetched in settled:

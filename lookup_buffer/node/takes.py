@@ -217,7 +217,11 @@ class Takes:
         try:
             answer = await asked
         except asyncio.CancelledError:
-            owner.leave(self.owners.next_number(), request.id)
+            if asked.cancelled():
+                owner.leave(self.owners.next_number(), request.id)
+            elif asked.result().state == "leased":  # it came in the same turn
+                answer = asked.result()
+                self.give_back_lease(Leased(answer.token, answer.lease_seconds, source))
             raise
         finally:
             if patient is not None:

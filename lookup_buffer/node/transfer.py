@@ -145,10 +145,10 @@ class Fetcher:
 
     def _fetch(self, endpoint: str, batch: Sequence[Wanted]) -> None:
         """Fetch a batch from one holder. What it does not deliver is fetched from the next ones."""
-        started, left = time.monotonic(), deque(batch)
+        started, left, is_kept = time.monotonic(), deque(batch), False
         arrived: list[Wanted] = []
         try:
-            with self._link(endpoint) as link:
+            with self._link(endpoint) as (link, is_kept):
                 _request(link, batch)
                 while left:
                     one = left[0]
@@ -162,9 +162,12 @@ class Fetcher:
             left[0].fetched = Fetched(None, MissReason.NO_ROOM)
         except CorruptTensor:
             left[0].fetched = Fetched(None, MissReason.CHECKSUM)
-        except (PipeError, ProtocolError, NodeRefused, ValueError):  # the endpoint is no address
+        except ProtocolError:
             left[0].fetched = Fetched(None, MissReason.PEER_FAILED)
-            if len(left) == len(batch):  # it delivers nothing
+        except (PipeError, NodeRefused, ValueError):  # the endpoint is no address
+            if len(left) < len(batch):
+                left[0].fetched = Fetched(None, MissReason.PEER_FAILED)
+            elif not is_kept:  # it delivers nothing; a kept connection may just have ended
                 for one in left:
                     one.fetched = Fetched(None, MissReason.PEER_FAILED)
         except BaseException:
@@ -254,14 +257,16 @@ class Fetcher:
         return item
 
     @contextmanager
-    def _link(self, endpoint: str) -> Iterator[FramedSocket]:
-        """A connection to `endpoint`, kept for the next transfer unless an error occurred."""
+    def _link(self, endpoint: str) -> Iterator[tuple[FramedSocket, bool]]:
+        """A connection to `endpoint`, and whether it was used before. It is kept for the next
+        transfer unless an error occurs."""
         link = self._idle_link(endpoint)
+        is_kept = link is not None
         if link is None:
             host, port = parse_tcp(endpoint)
             link = connect(host, port, token=self.token, timeout=PEER_CONNECT_SECONDS)
         try:
-            yield link
+            yield link, is_kept
         except BaseException:
             link.abort()
             raise

@@ -1,13 +1,16 @@
 """`insert_many` and `select_many`: as many single calls, in few round trips."""
 
 import threading
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from lookup_buffer import LookupBuffer
 from lookup_buffer.client.batch import STAGED_BYTES, STAGED_MAX
+from lookup_buffer.client.session import NodeConnection
 from lookup_buffer.errors import (
     BufferFull,
     CodecError,
@@ -187,3 +190,72 @@ def test_many_threads_use_batches_at_a_time(node_pair: Pair) -> None:
         for thread in threads:
             thread.join()
         assert results == [True] * 20
+
+
+def test_a_frozen_node_costs_a_call_and_not_one_for_each_key(start_node: StartNode) -> None:
+    node = start_node()
+    with node.client() as buffer:
+        with node.frozen():
+            started = time.monotonic()
+            assert set(buffer.select_many([key() for _ in range(500)])) == {MissReason.NODE_DOWN}
+            assert time.monotonic() - started < scaled(3.0)
+        wait_until(lambda: buffer.attached and buffer.stats(), 20.0)
+
+
+def test_more_than_the_arena_holds_at_a_time_with_time_to_wait(start_node: StartNode) -> None:
+    names = [key() for _ in range(64)]
+    node, other = start_node(capacity_bytes=256 * MIB), start_node(capacity_bytes=16 * MIB)
+    with node.client() as here, other.client() as there:
+        insert(here, names, MIB)
+        wait_until(lambda: all(there.has_caches(names, timeout=1.0)), 10.0)
+        started = time.monotonic()
+        assert all(map(same, there.select_many(names, timeout=300.0), names, [MIB] * 64))
+        assert time.monotonic() - started < scaled(30.0)
+
+
+def test_an_error_in_the_middle_leaves_no_pin(node_pair: Pair) -> None:
+    names = [key() for _ in range(100)]
+    with node_pair[0].client() as here, node_pair[1].client() as there:
+        insert(here, names, 100)
+        wait_until(lambda: all(there.has_caches(names, timeout=1.0)), 10.0)
+        out = [torch.empty(100, dtype=torch.uint8) for _ in names]
+        out[50] = torch.empty(7)
+        with pytest.raises(CodecError) as error:
+            there.select_many(names, out=out)
+        wait_until(lambda: there.stats()["pins"] == 0, 5.0)
+        assert error.value is not None, "its traceback lives on"
+
+
+def test_keys_as_long_as_allowed(node_pair: Pair) -> None:
+    names = [TensorKey(f"{n:04}" + "k" * 900) for n in range(1200)]
+    with node_pair[0].client() as here:
+        outcomes = here.insert_many((name, torch.ones(1)) for name in names)
+        assert outcomes == [InsertOutcome.STORED] * 1200
+        assert all(isinstance(one, torch.Tensor) for one in here.select_many(names))
+
+
+def test_an_interrupted_insert_closes_its_connection(
+    node_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node may copy its staging area later, so that nobody else may write into it."""
+    reply = NodeConnection.reply
+    used: list[NodeConnection] = []
+
+    def interrupted(connection: NodeConnection, *arguments: Any) -> dict[str, Any]:
+        used.append(connection)
+        raise KeyboardInterrupt
+
+    with node_pair[0].client() as buffer:
+        buffer.insert(key(), torch.ones(3))
+        monkeypatch.setattr(NodeConnection, "reply", interrupted)
+        for act in (
+            lambda: buffer.insert(key(), torch.ones(3)),
+            lambda: buffer.insert_many([(key(), torch.ones(3))]),
+        ):
+            with pytest.raises(KeyboardInterrupt):
+                act()
+        monkeypatch.setattr(NodeConnection, "reply", reply)
+        assert [connection.open for connection in used] == [False, False]
+        names = [key() for _ in range(5)]
+        insert(buffer, names, 1000)
+        assert all(map(same, buffer.select_many(names), names, [1000] * 5))

@@ -107,7 +107,7 @@ def test_the_examples_of_the_library_run_one_after_the_other(
     text = "".join((ROOT / name).read_text() for name in ("README.md", "docs/library.md"))
     examples = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     of_the_library = [example for example in examples if "LookupBuffer(" in example]
-    assert len(of_the_library) == 2
+    assert len(of_the_library) == 3
     for example in of_the_library:
         exec(compile(example, "the documents", "exec"), {"torch": torch})
 

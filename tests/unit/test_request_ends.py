@@ -22,7 +22,7 @@ from lookup_buffer.node.locate import NOT_REACHED, Located, Locator
 from lookup_buffer.node.prefetch import AWAITED_MAX, Prefetches
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.session import Session
-from lookup_buffer.node.transfer import Fetched
+from lookup_buffer.node.transfer import Fetched, Wanted
 from lookup_buffer.protocol.framing import FrameDecoder
 from lookup_buffer.protocol.messages import (
     Claim,
@@ -365,5 +365,47 @@ def test_all_who_meet_an_unknown_node_share_a_reading_of_the_membership() -> Non
         assert {found.reason for (found,) in await asyncio.gather(*looks)} == {"owner_dead"}
         assert behind.readings <= 2
         locator.close()
+
+    asyncio.run(test())
+
+
+# -- prefetches that wait
+
+
+@pytest.mark.parametrize("wait_seconds", [0.0, WAIT_SECONDS])
+def test_what_other_nodes_have_is_brought_together_also_by_who_would_wait(
+    wait_seconds: float,
+) -> None:
+    async def test() -> None:
+        node = Prefetching(at)
+        batches: list[int] = []
+        fetch = node.transfers.fetch
+
+        def counted(wanted: Sequence[Wanted]) -> None:
+            batches.append(len(wanted))
+            fetch(wanted)
+
+        node.transfers.fetch = counted  # type: ignore[method-assign]
+        node.prefetch(*(f"k{n}" for n in range(64)), wait_seconds=wait_seconds)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert [batch for batch in batches if batch] == [64]
+        assert node.locator.looks == 1
+        node.close()
+
+    asyncio.run(test())
+
+
+def test_a_prefetch_that_finds_no_room_does_not_wait_for_it() -> None:
+    """Its session may hold the pins that fill the arena."""
+
+    async def test() -> None:
+        node = Prefetching(at)
+        node.transfers.reason = MissReason.NO_ROOM
+        node.prefetch("k", wait_seconds=WAIT_SECONDS)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert [entry["reason"] for entry in node.entries()] == [MissReason.NO_ROOM]
+        node.close()
 
     asyncio.run(test())

@@ -294,3 +294,39 @@ def test_a_take_that_is_cancelled_at_any_wait_leaves_the_item(pair: Pair, obstac
     begin()
     waits = pair.run(cancel_at_each_wait(take, check), 1e6)
     assert waits >= {"none": 0, "leased": 1, "absent": 2, "cut": 0}[obstacle]
+
+
+def test_a_lease_that_comes_in_the_turn_of_the_cancellation_is_given_back() -> None:
+    pair = Pair(is_remote=True)
+    pair.owner.insert()
+    task = pair.loop.create_task(pair.take())
+    answer = pair.link._answer
+
+    def answered(asked: "asyncio.Future[Answer]", found: Answer) -> None:
+        answer(asked, found)
+        task.cancel()
+
+    link: Any = pair.link
+    link._answer = answered
+    pair.loop.run(1.0)
+    assert task.cancelled()
+    pair.at_rest(holds=True)
+
+
+def test_many_queued_takers_that_leave_in_one_turn_are_skipped() -> None:
+    loop = VirtualLoop()
+    node = Node(loop)
+    node.insert()
+    lease = node.handoffs.take_now(ADDRESS, OTHER)
+    assert lease is not None
+    tasks = [loop.create_task(node.handoffs.take_queued(ADDRESS, "a peer")) for _ in range(1000)]
+    loop.run(0.1)
+
+    def leave() -> None:
+        for task in tasks:
+            task.cancel()
+        node.handoffs.give_back(lease.token)
+
+    loop.call_soon(leave)
+    loop.run(1.0)
+    node.at_rest(holds=True)

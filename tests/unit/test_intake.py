@@ -1,0 +1,184 @@
+"""Inserts of many parts: results, order, and clients that leave at any moment."""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from lookup_buffer.errors import NodeUnavailable
+from lookup_buffer.node.arrivals import Arrivals
+from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.handoffs import Handoffs
+from lookup_buffer.node.intake import Intake
+from lookup_buffer.node.inventory import Item
+from lookup_buffer.node.session import Session
+from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.messages import Insert, InsertOutcome
+from lookup_buffer.shm.memory import Mapping, Staging, adopt_staging
+
+NAMESPACE = "f" * 64
+STAGED_BYTES = 2 << 20
+
+
+class Announced:
+    """The confirmation of a hand-off, which takes a while and has any outcome."""
+
+    def __init__(self, chance: random.Random | None) -> None:
+        self.chance = chance
+
+    async def confirm(self, item: Item, until: float) -> InsertOutcome:
+        if self.chance is None:
+            return InsertOutcome.STORED
+        for _ in range(self.chance.randint(0, 5)):
+            await asyncio.sleep(self.chance.choice([0, 0.001]))
+        if self.chance.random() < 0.1:
+            raise NodeUnavailable("the other owner does not answer")
+        return self.chance.choice([InsertOutcome.STORED, InsertOutcome.EXISTS])
+
+
+class Nothing:
+    """What is not looked at: the locator and the claims."""
+
+    def watch(self, *_: Any) -> Any:
+        return lambda: None
+
+    def inserted(self, *_: Any) -> None: ...
+
+
+class Client:
+    """A connection with a staging area."""
+
+    def __init__(self, number: int, nbytes: int) -> None:
+        self.sent: list[dict[str, Any]] = []
+        connection: Any = self
+        self.connection: Any = connection
+        self.session = Session(number, connection, None)
+        self.staging = Staging(nbytes)
+        self.mapping = adopt_staging(self.staging.fd, nbytes)
+        self.session.stagings[connection] = self.mapping
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+    async def results(self) -> list[dict[str, Any]]:
+        while not self.sent:
+            await asyncio.sleep(0.001)
+        (reply,) = self.sent
+        results: list[dict[str, Any]] = reply["results"]
+        return results
+
+
+class Node:
+    def __init__(self, capacity_bytes: int, chance: random.Random | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        nothing: Any = Nothing()
+        announced: Any = Announced(chance)
+        self.shelf = Shelf(capacity_bytes, lambda _address, _reason: None)
+        self.handoffs = Handoffs(loop, self.shelf, Counters(), 10.0)
+        self.waiting = Waiting(loop, nothing)
+        arrivals = Arrivals(loop, self.shelf, self.handoffs, self.waiting)
+        self.intake = Intake(
+            loop, self.shelf, Counters(), self.waiting, arrivals, nothing, announced,
+            self.waiting.arrived,
+        )  # fmt: skip
+
+    def insert(
+        self,
+        client: Client,
+        keys: list[str],
+        sizes: list[int],
+        offsets: list[int],
+        wait_seconds: float,
+    ) -> None:
+        headers = [TensorHeader("uint8", (nbytes,), nbytes).to_fields() for nbytes in sizes]
+        request = Insert(1, NAMESPACE, keys, headers, offsets, 60.0, wait_seconds)
+        self.intake.insert(client.connection, client.session, request)
+
+    def at_rest(self) -> None:
+        gauges = self.shelf.gauges()
+        assert (gauges.pins, gauges.reserved_bytes) == (0, 0)
+        assert not self.intake._inserting
+        assert not self.handoffs._offers
+        assert not self.intake.arrivals._queue
+        assert not self.waiting._waiters
+
+
+def test_the_last_of_two_hand_offs_of_one_key_stays() -> None:
+    """Also if the first one takes longer to copy."""
+
+    async def test() -> None:
+        node = Node(64 << 20)
+        for _ in range(5):
+            client = Client(1, 16 << 20)
+            client.staging.view[0], client.staging.view[8 << 20] = 1, 2
+            node.insert(client, ["k@r"] * 2, [7 << 20, 600 << 10], [0, 8 << 20], 1.0)
+            assert [one["outcome"] for one in await client.results()] == ["stored"] * 2
+            item = node.shelf.peek((NAMESPACE, "k@r"))
+            assert item is not None
+            assert node.shelf.bytes_of(item)[0] == 2
+            node.shelf.remove(item, "test")
+            node.intake.unstage(client.session, client.connection)
+            client.staging.close()
+        node.at_rest()
+        node.intake.close()
+
+    asyncio.run(test())
+
+
+def is_mapped(mapping: Mapping) -> bool:
+    try:
+        return mapping.view[0] is not None
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
+    chance = random.Random(seed)
+    clients: list[Client] = []
+
+    async def act(node: Node, number: int) -> None:
+        for turn in range(8):
+            client = Client(1000 * number + turn + 1, STAGED_BYTES)
+            clients.append(client)
+            names = ["a", "b", "c", "d@1", "e@1", f"u{chance.random()}", f"v{chance.random()}@2"]
+            keys = chance.choices(names, k=chance.randint(1, 12))
+            sizes = [chance.choice([0, 1, 1000, 100_000, 600_000]) for _ in keys]
+            offsets = [chance.randint(0, STAGED_BYTES - nbytes) for nbytes in sizes]
+            node.insert(client, keys, sizes, offsets, chance.choice([0.0, 0.02]))
+            if chance.random() < 0.5:
+                for _ in range(chance.randint(0, 6)):
+                    await asyncio.sleep(chance.choice([0, 0.0005]))
+                client.session.over = True
+            else:
+                assert len(await client.results()) == len(keys)
+            node.intake.unstage(client.session, client.connection)
+            for address in list(node.shelf.addresses()):
+                if chance.random() < 0.5 and "@" in address[1]:
+                    lease = node.handoffs.take_now(address, "a taker")
+                    if lease is not None:
+                        node.handoffs.acknowledge(lease.token)
+
+    async def test() -> None:
+        node = Node(4 << 20, chance)
+        fill = node.shelf.fill
+
+        def fill_mapped(item: Item, source: Mapping | None, offset: int) -> int:
+            assert source is None or is_mapped(source)
+            return fill(item, source, offset)
+
+        node.shelf.fill = fill_mapped  # type: ignore[method-assign]
+        await asyncio.gather(*(act(node, number) for number in range(4)))
+        async with asyncio.timeout(30.0):
+            while node.intake._inserting:
+                await asyncio.sleep(0.002)
+        node.at_rest()
+        assert not any(is_mapped(client.mapping) for client in clients)
+        node.intake.close()
+
+    asyncio.run(test())
+    for client in clients:
+        client.staging.close()

@@ -1,0 +1,168 @@
+"""Batches of fetches from peers that misbehave: each item is settled once, nothing is leaked."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from lookup_buffer.errors import PipeBroken, PipeTimeout
+from lookup_buffer.node import transfer
+from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.locate import Located
+from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
+from lookup_buffer.protocol.header import PayloadHeader, TensorHeader
+from store import Location, Record
+
+NAMESPACE = "f" * 64
+NBYTES = 100
+FATES = ("stale", "broken", "timeout", "garbled", "another", "flipped", "cut", "bug", "huge")
+Fate = Callable[[str], str]
+
+
+def bytes_of(key: str) -> bytes:
+    return key.encode().ljust(NBYTES, b".")
+
+
+class Link:
+    """A connection to a holder, which answers each key as `fate` says."""
+
+    closed = False
+
+    def __init__(self, fate: Fate) -> None:
+        self.fate = fate
+        self.asked: list[Any] = []
+        self.ended = False
+
+    def send(self, header: Any, *, timeout: float) -> None:
+        if self.ended:
+            raise PipeBroken("the peer has closed it")
+        self.asked = list(header["items"])
+
+    def recv_header(self, timeout: float) -> tuple[Any, int]:
+        namespace, self.key, _, generation = self.asked.pop(0)
+        self.now = self.fate(self.key)
+        errors = {"broken": PipeBroken("x"), "timeout": PipeTimeout("x"), "bug": RuntimeError("x")}
+        if self.now in errors:
+            raise errors[self.now]
+        if self.now == "stale":
+            return {"status": "stale"}, 0
+        if self.now == "garbled":
+            return {"status": "ok", "payload": {}}, NBYTES
+        nbytes = 1 << 30 if self.now == "huge" else NBYTES
+        header = PayloadHeader(
+            namespace,
+            "another" if self.now == "another" else self.key,
+            generation,
+            xxh3_64_intdigest(bytes_of(self.key)),
+            None,
+            TensorHeader("uint8", (nbytes,), nbytes),
+        )
+        return {"status": "ok", "payload": header.to_fields()}, nbytes
+
+    def recv_into(self, buffer: memoryview, *, timeout: float, hasher: Any) -> None:
+        if self.now == "cut":
+            raise PipeBroken("in the payload")
+        data = bytes_of(self.key)
+        buffer[:] = b"!" + data[1:] if self.now == "flipped" else data
+        hasher.update(buffer)
+
+    def abort(self) -> None:
+        self.closed = True
+
+    close = abort
+
+    def wait_readable(self, timeout: float) -> bool:
+        return False
+
+
+def wanted(key: str, done: Callable[[Fetched], None], holders: int = 1) -> Wanted:
+    address = (NAMESPACE, key)
+    record = Record(*address, "uint8", (NBYTES,), NBYTES, "tensor", 1.0)
+    sources = tuple((Location(f"n{n}", "b", 1, 1), f"tcp://h{n}:1") for n in range(holders))
+    return Wanted(address, Located(record, sources), done)
+
+
+class Fetching:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fate: Fate) -> None:
+        self.links: list[Link] = []
+        self.shelf = Shelf(1 << 20, lambda _address, _reason: None)
+        self.fetcher = Fetcher(asyncio.get_running_loop(), self.shelf, Counters(), None)
+        self.settled: dict[str, Fetched] = {}
+
+        def connect(*_: Any, **__: Any) -> Link:
+            self.links.append(Link(fate))
+            return self.links[-1]
+
+        monkeypatch.setattr(transfer, "connect", connect)
+
+    def done(self, key: str, fetched: Fetched) -> None:
+        assert key not in self.settled
+        self.settled[key] = fetched
+        if fetched.held is not None:
+            assert bytes(self.shelf.bytes_of(fetched.held.item)) == bytes_of(key)
+            self.shelf.release([fetched.held.ticket], FETCH_OWNER)
+
+    async def fetch(self, holders: dict[str, int]) -> list[str]:
+        """The keys that were not fetched."""
+        self.settled.clear()
+        self.fetcher.fetch(
+            [
+                wanted(key, lambda fetched, key=key: self.done(key, fetched), count)  # type: ignore[misc]
+                for key, count in holders.items()
+            ]
+        )
+        async with asyncio.timeout(60.0):
+            while len(self.settled) < len(holders):
+                await asyncio.sleep(0.005)
+        gauges = self.shelf.gauges()
+        assert (gauges.pins, gauges.reserved_bytes) == (0, 0)
+        return [key for key, fetched in self.settled.items() if fetched.held is None]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_item_is_settled_once_whatever_its_holders_do(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    chance = random.Random(seed)
+    fates: dict[tuple[str, bool], str] = {}
+
+    def fate(key: str) -> str:
+        now = (key, chance.random() < 0.5)
+        return fates.setdefault(now, chance.choice(("ok",) * 10 + FATES))
+
+    async def test() -> None:
+        fetching = Fetching(monkeypatch, fate)
+        failed = await fetching.fetch({f"k{n}": chance.randint(1, 3) for n in range(200)})
+        assert 0 < len(failed) < 150
+        fetching.fetcher.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("fate", ["garbled", "huge", "flipped", "cut"])
+@pytest.mark.parametrize("bad", [0, 5, 9])
+def test_a_bad_item_fails_only_itself(monkeypatch: pytest.MonkeyPatch, fate: str, bad: int) -> None:
+    async def test() -> None:
+        fetching = Fetching(monkeypatch, lambda key: fate if key == f"k{bad}" else "ok")
+        failed = await fetching.fetch({f"k{n}": 1 for n in range(10)})
+        delivers_nothing = (fate, bad) == ("cut", 0)
+        assert failed == [f"k{n}" for n in range(10) if n == bad or delivers_nothing]
+        fetching.fetcher.close()
+
+    asyncio.run(test())
+
+
+def test_a_kept_connection_that_has_ended_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        fetching = Fetching(monkeypatch, lambda _: "ok")
+        assert await fetching.fetch({"a": 1}) == []
+        fetching.links[0].ended = True
+        assert await fetching.fetch({f"k{n}": 1 for n in range(10)}) == []
+        assert len(fetching.links) == 2
+        fetching.fetcher.close()
+
+    asyncio.run(test())
