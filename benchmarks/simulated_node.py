@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gauge import BOOT, NAMESPACE, key_of, mirror_of, publishing_of, sampled_keys
-from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.node import SWITCH_SECONDS
 from lookup_buffer.times import BEAT_SECONDS
 from store import MetadataStore, NodeInfo, StoreError, open_async_store

@@ -48,8 +48,8 @@ from benchmarks.wakes import (
 )
 from lookup_buffer import LookupBuffer, TensorKey
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.locate import Locator
+from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.shm.index import RemoteIndex
 from store import MetadataStore, NodeInfo, layout, open_async_store, open_store, record_fields

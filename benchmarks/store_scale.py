@@ -42,7 +42,7 @@ from benchmarks.gauge import (
     sampled_keys,
     seconds_of,
 )
-from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.membership import Directory
 from store import (
     LOCATIONS_MAX,
     BlockingStore,

@@ -8,7 +8,7 @@ is queried again until it is judged dead, or until the insert's deadline. Until 
 the item.
 
 If the store is down, the insert is answered without it. The record is published later, and a key
-that is on two nodes by then becomes one. Called by `intake` and, through `node.py`, by the
+that is on two nodes by then becomes one. Called by `insert` and, through `node.py`, by the
 publisher's reports. Runs on the loop's thread.
 """
 
@@ -21,11 +21,11 @@ from typing import Final
 from lookup_buffer.errors import NodeUnavailable
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.locate import Locator
+from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.owners import GONE, UNREACHED, Answer, Owners
 from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.registrar import Registrar

@@ -13,7 +13,7 @@ attempt follows when that key is published or its claim may be free. So two engi
 same keys, in any order, never block each other.
 
 Attempts and the other one-way messages of a session run one after another (`_Turns`): none sees
-another's intermediate state. Called by `desk`, `prefetch` and `intake` on the loop's thread;
+another's intermediate state. Called by `desk`, `prefetch` and `insert` on the loop's thread;
 `arbiter` calls the store.
 """
 

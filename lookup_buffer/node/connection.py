@@ -2,8 +2,8 @@
 
 It decodes frames, encodes replies and passes descriptors both ways (on a unix socket only). It
 never blocks. Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`: a remote end that does
-not read its replies is disconnected. Created by `control` (clients), `askers` and `owners` (nodes);
-used on the loop's thread only.
+not read its replies is disconnected. Created by `control` (clients), `handoffs` and `owners`
+(nodes); used on the loop's thread only.
 """
 
 import array

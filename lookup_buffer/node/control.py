@@ -195,7 +195,7 @@ class Control:
             staging = adopt_staging(descriptor, self.desk.shelf.arena.nbytes)
         finally:
             os.close(descriptor)
-        self.desk.intake.unstage(session, connection)
+        self.desk.inserts.unstage(session, connection)
         session.stagings[connection] = staging
         connection.send({"id": request.id})
 
@@ -209,7 +209,7 @@ class Control:
         if session is None:
             return
         session.connections.discard(connection)
-        self.desk.intake.unstage(session, connection)
+        self.desk.inserts.unstage(session, connection)
         if connection is session.anchor and not session.over:
             self._lose(session)
 

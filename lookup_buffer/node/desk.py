@@ -22,8 +22,8 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.intake import Intake
-from lookup_buffer.node.lanes import Lanes
+from lookup_buffer.node.devices import Lanes
+from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.prefetch import Prefetches, miss, tell
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
@@ -86,7 +86,7 @@ class Desk:
     registrar: Registrar
     claims: Claims
     counters: Counters
-    intake: Intake
+    inserts: Inserts
     lanes: Lanes
     prefetches: Prefetches = field(init=False)
     _attached: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
@@ -153,7 +153,7 @@ class Desk:
             case Contains():
                 self._contains(connection, request)
             case Insert():
-                self.intake.insert(connection, session, request)
+                self.inserts.insert(connection, session, request)
             case Claim():
                 connection.start(self._claim(connection, session, request))
             case ReleaseClaim():

@@ -2,7 +2,7 @@
 
 A node increments a sequence number in Redis each second. It is alive if that number changed
 recently as seen from here; no other machine's clock is used. Pure bookkeeping without threads or
-I/O; the clock is an argument. Called by `directory` under its lock.
+I/O; the clock is an argument. Called by `membership`.
 """
 
 import math

@@ -4,7 +4,7 @@ With a mirror it caches the store's records, which the store invalidates: a look
 costs no round trip. Without one, by the setting or because a package's store has none, it calls the
 store for each look-up, and polls it for waiters. It reads the membership when a record names an
 unknown node. A failed store is a value, not an error. Runs on the loop's thread. Called by `read`,
-`prefetch`, `lanes`, `takes`, `announcements`, `waiting` and `arbiter`.
+`prefetch`, `devices`, `takes`, `announcements`, `waiting` and `arbiter`.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.breaker import Breaker
-from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.shm.index import RemoteIndex
 from store import (

@@ -6,8 +6,8 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
 
     clients ─► control ─► desk                      one method call for each request
       desk ─► shelf ─► inventory                    pins (bookkeeping, under shelf's lock)
-      desk ─► intake ─► shelf                       insert; copies above 512 KiB [lb-copy]
-               ├─► arrivals ─► handoffs             hand-offs that wait for space
+      desk ─► insert ─► shelf                       insert; copies above 512 KiB [lb-copy]
+               ├─► handoffs                         hand-offs that wait for space
                ├─► announcements ─► owners          ownership of a hand-off; queries the other owner
                ├─► claims ─► read                   a stored output ends its claim
                └─► read, waiting                    readers of the key continue
@@ -17,22 +17,22 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
                │                └─► shelf           where they land
                └─► waiting ─► locate                until a node has it
       desk ─► prefetch ─► read, claims              many keys, an event for each
-               └─► lanes ─► pools                   transfers from device to device
+               └─► devices                          transfers from device to device
       desk ─► takes ─► handoffs ─► shelf            drop_select of an item of this node
                ├─► locate, transfer, waiting        of another node's
                └─► owners ─► other nodes            its owner; only connecting uses [lb-owner]
       desk ─► claims ─► arbiter ─► store            claims, over the mirror's connections if any
                └─► held_claims                      what this node's engines hold
-      desk, claims, announcements ─► registrar      marks keys as changed, in backlog; so do shelf,
-                                                    pools and peers, through node
-      node ─► directory, locate, owners, http       ticks, 4 times a second
+      desk, claims, announcements ─► registrar      marks keys as changed (dirty_set); so do shelf,
+                                                    devices and peers, through node
+      node ─► membership, locate, owners, http      ticks, 4 times a second
 
-      registrar ─► heartbeat, directory, invalidations, publisher, errands ─► store
+      registrar ─► membership, publisher ─► store    heartbeats, records, statistics
                ├─► publisher ─► announcements       the store's replies on hand-offs
-               └─► sightings ─► pools               other nodes' device pools
+               └─► devices                          other nodes' device pools
 
     other nodes ─► peers ─► shelf                   sends tensors [lb-peer-accept, lb-peer]
-                    └─► askers ─► handoffs          takers of other nodes, on the loop
+                    └─► handoffs                    takers of other nodes, on the loop
     Prometheus, probes, browsers ─► the dashboard's process, which `http` keeps running
                      ├─► control ─► vitals          /metrics and /healthz, by a message
                      └─► store                      the page
@@ -58,29 +58,25 @@ from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arbiter import Arbiter
-from lookup_buffer.node.arrivals import Arrivals
-from lookup_buffer.node.askers import Askers
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.control import Control
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.desk import Desk
-from lookup_buffer.node.directory import Directory
-from lookup_buffer.node.handoffs import Handoffs
+from lookup_buffer.node.devices import Lanes, Pools, Sightings
+from lookup_buffer.node.handoffs import Askers, Handoffs
 from lookup_buffer.node.held_claims import HeldClaims
 from lookup_buffer.node.http import HttpProcess
 from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.intake import Intake
-from lookup_buffer.node.lanes import Lanes
+from lookup_buffer.node.insert import Arrivals, Inserts
 from lookup_buffer.node.locate import Locator
 from lookup_buffer.node.loop import BlockedLog, NodeLoop, call_from_thread
+from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.owners import Owners
 from lookup_buffer.node.peers import PeerServer
-from lookup_buffer.node.pools import Pools
 from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.node.sightings import Sightings
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takes import Takes
 from lookup_buffer.node.transfer import Fetcher
@@ -192,7 +188,7 @@ class Node:
             reads, self._registrar, self._counters,
         )  # fmt: skip
         arrivals = Arrivals(loop, shelf, handoffs, waiting)
-        self._intake = Intake(
+        self._inserts = Inserts(
             loop, shelf, self._counters, waiting, arrivals, self._claims, self._announcements,
             stored,
         )  # fmt: skip
@@ -210,7 +206,7 @@ class Node:
             registrar=self._registrar,
             claims=self._claims,
             counters=self._counters,
-            intake=self._intake,
+            inserts=self._inserts,
             lanes=Lanes(loop, self._identity.boot, self._locator, self._counters, self._pools),
         )
 
@@ -344,7 +340,7 @@ class Node:
             self._http.close()
         self._peers.close()
         self._fetcher.close()
-        self._intake.close()
+        self._inserts.close()
         self._finish(self._registrar.close())
         self._locator.close()
         self._finish(self._storage.close())

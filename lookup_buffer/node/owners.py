@@ -3,7 +3,7 @@
 Requests are multiplexed, since a taker may be queued for long. The connection belongs to the loop;
 only connecting uses threads (`lb-owner`). When it ends, its pending requests get `unreached`, and
 the owner gives the leases on it back. A connection that ends or cannot be made does not mean that
-the node is dead; only `directory` judges that. Called by `takes` and `announcements` on the loop's
+the node is dead; only `membership` judges that. Called by `takes` and `announcements` on the loop's
 thread.
 """
 
@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.node.connection import Connection
-from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.membership import Directory
 from lookup_buffer.protocol.auth import connect
 from lookup_buffer.protocol.fields import is_count, is_seconds
 from lookup_buffer.protocol.messages import GiveBack, Leave, Request

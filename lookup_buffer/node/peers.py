@@ -3,7 +3,7 @@
 One thread accepts (`lb-peer-accept`), and one serves each connection (`lb-peer`, a bounded number).
 The payload is sent directly from the arena, pinned meanwhile. A request for another boot or
 generation is answered `stale`, and the record in the store is corrected. A connection for hand-offs
-is passed on to `askers` on the loop. `node.py` starts it; the callers are the fetchers and owners
+is passed on to `handoffs` on the loop. `node.py` starts it; the callers are the fetchers and owners
 of other nodes.
 """
 
@@ -108,7 +108,7 @@ class PeerServer:
         return passed_on
 
     def _pass_on(self, link: FramedSocket, request: Frame) -> bool:
-        """Returns whether the connection, and its slot of the limit, now belong to `askers`."""
+        """Returns whether the connection, and its slot of the limit, now belong to `handoffs`."""
         if request.payload_nbytes:
             raise ProtocolError("a request for hand-offs has no payload")
         if request.header.get("boot") != self.boot:

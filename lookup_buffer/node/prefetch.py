@@ -16,7 +16,7 @@ from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.lanes import Lanes
+from lookup_buffer.node.devices import Lanes
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.session import Session

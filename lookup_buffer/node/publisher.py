@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lookup_buffer.key import QualifiedKey, is_handoff
-from lookup_buffer.node.backlog import Backlog, Change
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.dirty_set import Change, DirtySet
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.inventory import Item
+from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.times import HANDOFF_GONE_SECONDS
 from store import (
@@ -46,7 +46,7 @@ class Publisher:
     directory: Directory
     identity: Identity
     counters: Counters
-    backlog: Backlog
+    dirty: DirtySet
     record_ttl_seconds: float
     report: Callable[[Sequence[Report]], None]
     """Called with the results of a batch's hand-offs."""
@@ -58,19 +58,19 @@ class Publisher:
         """Write what is due: at least one batch, and further ones until the next beat.
 
         Returns the servers of a cluster that were not reached; their changes are held until
-        `Backlog.retry`.
+        `DirtySet.retry`.
 
         Raises:
             StoreError: the store was not reached. What was not written is back in the dirty set.
         """
         places: set[str] = set()
-        while changes := self.backlog.take():
+        while changes := self.dirty.take():
             try:
                 unreached = await self._write(store, changes)
             except StoreError:
-                self.backlog.put_back(changes)
+                self.dirty.put_back(changes)
                 raise
-            places |= self.backlog.hold(unreached, lambda address: store.place_of(*address))
+            places |= self.dirty.hold(unreached, lambda address: store.place_of(*address))
             if self.clock() >= until:
                 break
         return places

@@ -3,7 +3,7 @@
 A key that is absent here is located and fetched once for all requests that wait for it meanwhile
 (single-flight). A hand-off may be removed or replaced at any moment, so a fetched copy of one is
 never kept: each reader gets its own, which is freed with its pin. Called by `desk`, `prefetch`,
-`intake` and `claims` on the loop's thread; `transfer` copies on `lb-fetch`.
+`insert` and `claims` on the loop's thread; `transfer` copies on `lb-fetch`.
 """
 
 import asyncio

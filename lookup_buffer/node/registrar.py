@@ -2,47 +2,55 @@
 
 One task on the loop: it beats, refreshes the membership, reads invalidations and other
 nodes' device pools, removes nodes that died long ago, flushes counters, and lets `publisher` write
-the dirty set (`backlog`). All items and namespaces are written again every third of a record's
+the dirty set (`dirty_set`). All items and namespaces are written again every third of a record's
 life, and at once after Redis lost its data. Failures, bugs included, are logged and retried: if
 this task ended, other nodes would judge this one dead without a reason in the log. `node.py` starts
 it; `shelf` (through `node.py`) reports changes from any thread, `claims` and `announcements` on the
 loop's.
+
+`Errands` are the periodic tasks of a beat, each with its own circuit breaker. A store may consist
+of several servers, and each task has its own keys. If a task's server does not answer, the task
+costs one timeout, is logged, and pauses; the other tasks and the publication on other servers
+continue. A beat is delayed by at most one task: those that did not run come first after the next
+beat. `Invalidations` drops this node's items of namespaces that the store lists as invalidated.
+Items that are here when it reads the list are removed; later inserts stay. For LATE_SECONDS copies
+from other nodes are removed, too, since those nodes may read the list later.
 """
 
 import asyncio
+import logging
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.backlog import AGAIN_PER_SECOND_MAX, Backlog, Change
 from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
-from lookup_buffer.node.directory import Directory
-from lookup_buffer.node.errands import Errands
-from lookup_buffer.node.heartbeat import Heartbeat, Pulse
+from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, Change, DirtySet
 from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.invalidations import Invalidations
 from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.membership import Directory, Heartbeat, Pulse
 from lookup_buffer.node.publisher import Publisher, Report
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.transfer import FailedFetches
-from lookup_buffer.node.troubles import Troubles
 from store import (
     DeviceLocation,
     Failure,
+    GoneReason,
     Location,
     MetadataStore,
     PoolEndpoint,
     StoreCorrupt,
     StoreError,
+    StoreFull,
     StoreUnavailable,
 )
 
@@ -88,12 +96,12 @@ class Registrar:
     """Whether the last attempt succeeded."""
     failing: bool = False
     """Whether the last attempt failed."""
-    _backlog: Backlog = field(init=False)
+    _dirty: DirtySet = field(init=False)
     _publisher: Publisher = field(init=False)
     _heartbeat: Heartbeat = field(init=False)
-    _invalidations: Invalidations = field(init=False)
-    _troubles: Troubles = field(init=False)
-    _errands: Errands = field(init=False)
+    _invalidations: "Invalidations" = field(init=False)
+    _troubles: "Troubles" = field(init=False)
+    _errands: "Errands" = field(init=False)
     _breaker: Breaker = field(init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _is_closing: bool = False
@@ -112,14 +120,14 @@ class Registrar:
     _failovers: int = 0
 
     def __post_init__(self) -> None:
-        self._backlog = Backlog(self.clock)
+        self._dirty = DirtySet(self.clock)
         self._heartbeat = Heartbeat(self.identity, self.clock)
         self._invalidations = Invalidations(self.shelf, self.clock)
         self._troubles = Troubles(self.clock)
         self._errands = Errands(self._troubles, self.clock)
         self._breaker = Breaker(self.clock)
         self._publisher = Publisher(
-            self.shelf, self.directory, self.identity, self.counters, self._backlog,
+            self.shelf, self.directory, self.identity, self.counters, self._dirty,
             self.record_ttl_seconds, self.report, self.clock,
         )  # fmt: skip
 
@@ -142,7 +150,7 @@ class Registrar:
         """
         if reason in REMOVAL_REASONS:
             self.counters.add(reason)
-        self._backlog.add(Change(address, reason, claim_token, void))
+        self._dirty.add(Change(address, reason, claim_token, void))
         if threading.get_ident() == self._thread_id:
             self._wake.set()
         else:
@@ -161,7 +169,7 @@ class Registrar:
 
     def pending(self) -> int:
         """The number of addresses still to be written."""
-        return len(self._backlog)
+        return len(self._dirty)
 
     @property
     def breaker_open(self) -> bool:
@@ -215,7 +223,7 @@ class Registrar:
             began = self.clock()
             await self._beat(store, began)
             self._beat_at = began + self._heartbeat.pause_seconds()
-            retried = self._backlog.retry()
+            retried = self._dirty.retry()
         if self._heartbeat.established:
             for namespace in list(self._undescribed):
                 trouble = f"the description of namespace {namespace} was not written; retried"
@@ -225,7 +233,7 @@ class Registrar:
                 servers = ", ".join(sorted(missed))
                 error = StoreUnavailable(f"servers of the cluster were not reached: {servers}")
                 self._troubles.log("some items were not published; retried with each beat", error)
-            self._backlog.retry_all(retried - missed)
+            self._dirty.retry_all(retried - missed)
 
     def _failed(self) -> None:
         self.store_up, self.failing = False, True
@@ -238,7 +246,7 @@ class Registrar:
 
     async def _wait(self) -> None:
         seconds = self._beat_at - self.clock()
-        due = self._backlog.wait_seconds()
+        due = self._dirty.wait_seconds()
         if not self._breaker.allows():
             seconds = BREAKER_SECONDS
         elif self._heartbeat.established and due is not None:
@@ -321,14 +329,14 @@ class Registrar:
         random.shuffle(addresses)  # so that a fleet that republishes spreads over the key space
         share = AGAIN_PER_SECOND_FLEET / max(1, self.directory.count_alive())
         needed = len(addresses) / (self.record_ttl_seconds / 3)
-        self._backlog.repeat(addresses, max(needed, min(share, AGAIN_PER_SECOND_MAX)))
+        self._dirty.repeat(addresses, max(needed, min(share, AGAIN_PER_SECOND_MAX)))
 
     def _repeat_after_failover(self, store: MetadataStore) -> None:
         """Write recent changes again at once, since a replica lags; then all, since a server may
         have returned empty."""
         failovers = store.failovers()
         if failovers > self._failovers:
-            self._backlog.repeat_recent()
+            self._dirty.repeat_recent()
             self._walk_due = True
         self._failovers = failovers
         if self._walk_due and self.clock() - self._walked_at > WALK_PAUSE_SECONDS:
@@ -387,3 +395,147 @@ class Registrar:
             await store.leave(self.identity.node, self.identity.boot, reason="stopped")
         except StoreError:
             pass  # other nodes will detect that this one no longer beats
+
+
+REST_SECONDS_MIN: Final = 2.0
+REST_SECONDS_MAX: Final = 5.0
+"""After its server returned, a task is late by at most this."""
+
+Errand = tuple[str, Callable[[], Awaitable[object]]]
+"""The text to log if it fails, and the task."""
+
+
+@dataclass(slots=True)
+class Errands:
+    troubles: "Troubles"
+    clock: Callable[[], float] = time.monotonic
+    _breakers: dict[str, Breaker] = field(default_factory=dict)
+    _turn: int = 0
+
+    async def run_until(self, due: float, errands: Sequence[Errand]) -> None:
+        """Run the tasks one after another until `due`; the next call continues after the last
+        one."""
+        for _ in errands:
+            await self.run(*errands[self._turn % len(errands)])
+            self._turn += 1
+            if self.clock() >= due:
+                return
+
+    async def run(self, trouble: str, errand: Callable[[], Awaitable[object]]) -> None:
+        """Run one task, unless it pauses. `trouble`: the text to log if it fails."""
+        breaker = self._breakers.get(trouble)
+        if breaker is None:
+            breaker = self._breakers[trouble] = Breaker(
+                self.clock,
+                failures_to_open=1,
+                open_seconds_min=REST_SECONDS_MIN,
+                open_seconds_max=REST_SECONDS_MAX,
+            )
+        if not breaker.allows():
+            return
+        try:
+            await errand()
+        except (StoreFull, StoreCorrupt) as error:  # its server answers: no pause
+            self.troubles.log(trouble, error)
+        except StoreError as error:
+            self.troubles.log(trouble, error)
+            breaker.failed()
+            return
+        except ConfigError:
+            raise  # the node must end
+        except Exception as error:  # noqa: BLE001 -- the publication must not depend on it
+            self.troubles.log_bug(trouble, error)
+            breaker.failed()
+            return
+        breaker.succeeded()
+
+    def wake(self) -> None:
+        """End all pauses: the store is new, or has lost its data."""
+        self._breakers.clear()
+
+
+LATE_SECONDS = 10.0
+"""Every node with access to the store reads the list within two seconds."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Invalidations:
+    shelf: Shelf
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float] = time.time
+    _heard: dict[str, float] | None = None
+    """None until the list was read for the first time."""
+    _recent: dict[str, float] = field(default_factory=dict)
+    """By namespace: until when copies from other nodes are removed."""
+    _started_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._started_at = self.wall_clock()
+
+    async def apply(self, store: MetadataStore) -> None:
+        """Read the list and remove what it names.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        found, now = await store.invalidations(), self.clock()
+        for namespace, at in found.items():
+            if self._is_news(namespace, at):
+                _log.info(
+                    "namespace %s was invalidated: its items on this node are removed", namespace
+                )
+                self.shelf.remove_namespace(namespace, GoneReason.INVALIDATED)
+                self._recent[namespace] = now + LATE_SECONDS
+        self._heard = found
+        for namespace, until in list(self._recent.items()):
+            self.shelf.remove_namespace(namespace, GoneReason.INVALIDATED, fetched_only=True)
+            if now >= until:
+                del self._recent[namespace]
+
+    def _is_news(self, namespace: str, at: float) -> bool:
+        if self._heard is None:  # older invalidations are of no concern: this node had no items
+            return at >= self._started_at
+        return self._heard.get(namespace) != at
+
+
+AGAIN_SECONDS = 60.0
+"""A lasting failure is logged again after this time."""
+KINDS_MAX = 16
+"""At most this many different failures are logged within that time."""
+
+
+@dataclass(slots=True)
+class Troubles:
+    clock: Callable[[], float] = time.monotonic
+    _said_at: dict[str, float] = field(default_factory=dict)
+
+    def log(self, what: str, error: Exception) -> None:
+        """Log that `what` failed and why, unless it was logged recently."""
+        text = f"{what}: {error}"
+        if self._is_due(text):
+            _log.warning("%s", text)
+
+    def log_bug(self, what: str, error: Exception) -> None:
+        """As `log`, for an unexpected error; with its traceback."""
+        text = f"{what}: {error!r}; this is a bug, please report it"
+        if self._is_due(text):
+            _log.error("%s", text, exc_info=error)
+
+    @contextmanager
+    def logged(self, what: str, *kinds: type[Exception]) -> Iterator[None]:
+        """Continue after errors of these kinds, after logging them."""
+        try:
+            yield
+        except kinds as error:
+            self.log(what, error)
+
+    def _is_due(self, text: str) -> bool:
+        now = self.clock()
+        said = {said: at for said, at in self._said_at.items() if now - at < AGAIN_SECONDS}
+        self._said_at = said
+        if text in said or len(said) >= KINDS_MAX:
+            return False
+        said[text] = now
+        return True

@@ -3,7 +3,7 @@
 A take tries this node first, then the owner that the store names, and waits if no node has the key.
 If another taker has the item, it queues at the owner. Bytes from another node come as a loan, which
 is freed with the client's pin. An unreachable owner is queried again, after growing pauses, until
-the client's deadline. The death of an owner with its item is answered as soon as `directory`
+the client's deadline. The death of an owner with its item is answered as soon as `membership`
 detects it.
 
 The client has a token of this node (`_Grant`). It maps to a lease of the owner, this node or
@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 from lookup_buffer.errors import MissReason, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
-from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.handoffs import Handoffs, Lease
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.locate import Located, Locator
+from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.owners import UNREACHED, Answer, Owners, again_seconds
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf

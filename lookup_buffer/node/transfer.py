@@ -4,7 +4,7 @@ There are four threads (`lb-fetch`), each with one transfer at a time. Connectio
 endpoint and closed at their first error. The header is compared with the request, and the checksum
 is computed on arrival; the item becomes visible only if both match. If one holder fails, the next
 is tried. Failures are counted, and those that a record does not explain are noted: `registrar`
-writes them to the store with its next beat, for `lookup-buffer why`. Called by `read` and `takings`
+writes them to the store with its next beat, for `lookup-buffer why`. Called by `read` and `takes`
 on the loop's thread.
 """
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from lookup_buffer.node.control import Control
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.held_claims import HeldClaims
+from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shelf import Shelf
 

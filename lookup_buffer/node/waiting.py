@@ -1,7 +1,7 @@
 """Waiting for a key that is absent, or for its claim.
 
 A waiter is resumed when a client of this node inserts the key, when the store may have its record
-or a free claim, and at its deadline. Used by `read`, `intake`, `claims` and `takings` on the loop's
+or a free claim, and at its deadline. Used by `read`, `insert`, `claims` and `takes` on the loop's
 thread.
 """
 

@@ -119,7 +119,7 @@ def test_the_contracts_hold() -> None:
         ("lookup_buffer/runtime.py", "lookup_buffer.node.main"),
         ("lookup_buffer/node/loop.py", "lookup_buffer.codec"),
         ("lookup_buffer/node/loop.py", "lookup_buffer.cli.why"),
-        ("lookup_buffer/device/pool.py", "lookup_buffer.node.pools"),
+        ("lookup_buffer/device/pool.py", "lookup_buffer.node.devices"),
         ("lookup_buffer/pipes/pipe.py", "lookup_buffer.node.loop"),
         ("lookup_buffer/client/load.py", "lookup_buffer.node.loop"),
         ("lookup_buffer/inspection/access.py", "lookup_buffer.node.identity"),

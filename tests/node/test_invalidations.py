@@ -14,7 +14,7 @@ from lookup_buffer.inspection.findings import Code
 from lookup_buffer.inspection.history import history_of
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.node.invalidations import LATE_SECONDS, Invalidations
+from lookup_buffer.node.registrar import LATE_SECONDS, Invalidations
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from memory_store import MemoryStore

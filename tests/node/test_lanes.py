@@ -14,7 +14,7 @@ from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.client.handles import PrefetchHandle, PrefetchState
 from lookup_buffer.client.session import next_request_id
 from lookup_buffer.key import TensorKey
-from lookup_buffer.node.lanes import BASE_SECONDS
+from lookup_buffer.node.devices import BASE_SECONDS
 from lookup_buffer.protocol.messages import Prepare, Retract
 from nodes import (
     NodeProcess,

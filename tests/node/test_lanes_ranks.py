@@ -15,9 +15,8 @@ from lookup_buffer.device.lane import DeviceLane
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.lanes import Lanes
+from lookup_buffer.node.devices import Lanes, Pools
 from lookup_buffer.node.locate import Located
-from lookup_buffer.node.pools import Pools
 from lookup_buffer.node.session import Seat, Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.framing import FrameDecoder

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from awaited import at_once, awaited
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.locate import NOT_REACHED, Located, Locator
+from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.shm.index import RemoteIndex, RemoteIndexReader, digest_of
 from store import (

@@ -8,10 +8,10 @@ import pytest
 
 from awaited import at_once, awaited
 from clusters import ValkeyCluster, slot_of
-from lookup_buffer.node.backlog import BATCH, Backlog, Change
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.dirty_set import BATCH, Change, DirtySet
 from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.publisher import Publisher, Report
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.header import TensorHeader
@@ -53,14 +53,14 @@ class Bench:
     def __init__(self, store: BlockingStore, namespace: str) -> None:
         self.store, self.namespace = store, namespace
         self.clock = Clock()
-        self.backlog = Backlog(self.clock)
+        self.dirty = DirtySet(self.clock)
         self.counters = Counters()
         self.reports: list[Report] = []
         self.shelf = Shelf(1 << 20, lambda address, reason: None)
         self.directory = Directory("us", self.clock)
         identity = Identity("us", "usboot", "tcp://us:1")
         self.publisher = Publisher(
-            self.shelf, self.directory, identity, self.counters, self.backlog, 60.0,
+            self.shelf, self.directory, identity, self.counters, self.dirty, 60.0,
             self.reports.extend, self.clock,
         )  # fmt: skip
         self.sequence = 0
@@ -69,7 +69,7 @@ class Bench:
         item = self.shelf.reserve((self.namespace, key), header, origin="local", ttl_seconds=None)
         assert item is not None
         self.shelf.release([self.shelf.commit(item, 7, 1)], 1)
-        self.backlog.add(Change((self.namespace, key), "", token))
+        self.dirty.add(Change((self.namespace, key), "", token))
 
     def write(self) -> set[str]:
         return at_once(self.publisher.write(awaited(self.store), until=self.clock.now + 1e9))
@@ -107,7 +107,7 @@ def test_a_thousand_changes_take_a_few_round_trips(
     for n in range(1000):
         bench.insert(f"k{n}")
         if n % 10 == 0:
-            bench.backlog.add(Change((bench.namespace, f"gone{n}"), "evicted"))
+            bench.dirty.add(Change((bench.namespace, f"gone{n}"), "evicted"))
     bench.store.ping()
     command(valkey_server.url, "CONFIG", "RESETSTAT")
     bench.write()
@@ -130,7 +130,7 @@ def test_claims_of_unpublished_keys_are_released_together(
         if name in names[::2]:
             bench.insert(name, token="token-of-a")
         else:
-            bench.backlog.add(Change((bench.namespace, name), "evicted", "token-of-a"))
+            bench.dirty.add(Change((bench.namespace, name), "evicted", "token-of-a"))
     command(valkey_server.url, "CONFIG", "RESETSTAT")
     bench.write()
     stats = command(valkey_server.url, "INFO", "stats").decode()
@@ -147,7 +147,7 @@ def test_while_a_slot_moves_its_publications_wait_and_the_others_do_not(
         assert len(bench.write()) == 1
         assert time.monotonic() - started < 2 * CALL_SECONDS, "it waited twice"
         assert [bool(bench.held_by(name)) for name in names] == [n != 3 for n in range(8)]
-        assert len(bench.backlog) == 1
+        assert len(bench.dirty) == 1
 
     names = [f"k{n}" for n in range(8)]
     slot = slot_of(layout.record(namespace, names[3]))
@@ -158,10 +158,10 @@ def test_while_a_slot_moves_its_publications_wait_and_the_others_do_not(
         for name in names:
             bench.insert(name)
         valkey_cluster.move_slot(slot, target, between=on_its_way)
-        assert bench.backlog.take() == [], "it is not due"
-        bench.backlog.retry()
+        assert bench.dirty.take() == [], "it is not due"
+        bench.dirty.retry()
         bench.write()
-        assert len(bench.backlog) == 0
+        assert len(bench.dirty) == 0
         assert bench.held_by(names[3]) == {"us"}
         bench.shelf.close()
     valkey_cluster.wait_until_whole()
@@ -178,11 +178,11 @@ def test_locations_of_dead_nodes_are_replaced(bench: Bench) -> None:
         bench.publish_of(node, "k") if node != others[-1] else None
     bench.store.withdraw(bench.namespace, "k", "us", reason="test")
     bench.publish_of(others[-1], "k")
-    bench.backlog.add(Change((bench.namespace, "k"), ""))
+    bench.dirty.add(Change((bench.namespace, "k"), ""))
     bench.write()
     assert bench.held_by("k") == set(others), "all live: four are enough"
     bench.pass_seconds(7, *others[1:])
-    bench.backlog.add(Change((bench.namespace, "k"), ""))
+    bench.dirty.add(Change((bench.namespace, "k"), ""))
     bench.write()
     assert bench.held_by("k") == {*others[1:], "us"}
 
@@ -199,7 +199,7 @@ def test_locations_of_live_nodes_are_kept(bench: Bench) -> None:
     bench.store.withdraw(bench.namespace, "k", "us", reason="test")
     bench.store.beat(others[-1], f"{others[-1]}boot", 1)
     bench.publish_of(others[-1], "k")
-    bench.backlog.add(Change((bench.namespace, "k"), ""))
+    bench.dirty.add(Change((bench.namespace, "k"), ""))
     bench.write()
     assert bench.held_by("k") == set(others)
 
@@ -230,7 +230,7 @@ def test_an_insert_ends_its_claim_even_if_its_publication_fails(bench: Bench, wh
     if why == "added":
         bench.insert("k", token="token-of-a")
     else:
-        bench.backlog.add(Change((bench.namespace, "k"), "", "token-of-a"))
+        bench.dirty.add(Change((bench.namespace, "k"), "", "token-of-a"))
     bench.write()
     assert ask(bench.store, bench.namespace, "b").granted
 
@@ -245,7 +245,7 @@ def test_a_refused_publication_is_counted_and_releases_its_claim(namespace: str)
     assert bench.counters.totals()["publish_refused"] == 1
     assert bench.held_by("second") == set()
     assert ask(bench.store, namespace, "b", key="second").granted
-    assert len(bench.backlog) == 0, "the next walk tries again"
+    assert len(bench.dirty) == 0, "the next walk tries again"
     bench.shelf.close()
 
 
@@ -258,7 +258,7 @@ def test_a_foreign_key_does_not_block_the_others(
     bench.write()
     assert [bool(bench.held_by(f"k{n}")) for n in range(10)] == [n != 5 for n in range(10)]
     assert bench.counters.totals()["publish_conflict"] == 1
-    assert len(bench.backlog) == 0
+    assert len(bench.dirty) == 0
 
 
 def test_failed_writes_are_repeated_when_the_store_is_back(bench: Bench) -> None:
@@ -268,7 +268,7 @@ def test_failed_writes_are_repeated_when_the_store_is_back(bench: Bench) -> None
         bench.insert(f"k{n}")
     with pytest.raises(StoreUnavailable):
         at_once(bench.publisher.write(awaited(gone), until=0.0))
-    assert len(bench.backlog) == 100
+    assert len(bench.dirty) == 100
     evicted = bench.shelf.peek((bench.namespace, "k3"))
     assert evicted is not None
     bench.shelf.remove(evicted, "evicted")
@@ -288,7 +288,7 @@ def test_the_record_has_the_last_state_of_the_arena(bench: Bench) -> None:
             held.add(key)
         else:
             bench.shelf.remove(item, "evicted")
-            bench.backlog.add(Change((bench.namespace, key), "evicted"))
+            bench.dirty.add(Change((bench.namespace, key), "evicted"))
             held.discard(key)
         if dice.random() < 0.2:
             bench.write()
@@ -304,15 +304,15 @@ def test_a_hand_off_that_another_node_has_is_reported_until_that_is_void(bench: 
     bench.store.publish(record, theirs)
     item = bench.shelf.reserve_handoff(address, header, ttl_seconds=300.0, wanted=False)
     bench.shelf.release([bench.shelf.commit(item, 7, 1)], 1)
-    bench.backlog.add(Change(address, ""))
+    bench.dirty.add(Change(address, ""))
     bench.write()
     assert bench.reports == [(address, item.generation, Publication.OWNED)]
     assert bench.held_by(address[1]) == {"them"}
     void = (theirs._replace(generation=2), theirs._replace(boot="otherboot"))
-    bench.backlog.add(Change(address, "", void=void))
+    bench.dirty.add(Change(address, "", void=void))
     bench.write()
     assert bench.held_by(address[1]) == {"them"}, "it is another one that is void"
-    bench.backlog.add(Change(address, "", void=(theirs,)))
+    bench.dirty.add(Change(address, "", void=(theirs,)))
     bench.write()
     assert bench.held_by(address[1]) == {"us"}
     assert bench.reports[2:] == [(address, item.generation, Publication.ADDED)]
@@ -329,7 +329,7 @@ def test_hand_offs_may_change_their_shape_and_are_withdrawn_soon(
         header = TensorHeader("uint8", (nbytes,), nbytes)
         item = bench.shelf.reserve_handoff(address, header, ttl_seconds=300.0, wanted=False)
         bench.shelf.release([bench.shelf.commit(item, 7, 1)], 1)
-        bench.backlog.add(Change(address, ""))
+        bench.dirty.add(Change(address, ""))
         bench.write()
         (record,) = bench.store.locate(bench.namespace, [key])
         assert record is not None
@@ -337,7 +337,7 @@ def test_hand_offs_may_change_their_shape_and_are_withdrawn_soon(
         assert [at.generation for at in record.locations] == [item.generation]
         assert command(valkey_server.url, "EXISTS", name) == b":0"
     bench.shelf.remove(item, "taken")
-    bench.backlog.add(Change(address, "taken"))
+    bench.dirty.add(Change(address, "taken"))
     bench.write()
     assert bench.held_by(key) == set()
     assert command(valkey_server.url, "GET", name) == b"taken:us"
@@ -394,16 +394,16 @@ def test_a_change_on_a_server_that_is_down_holds_no_other_up(namespace: str, wha
         "token-of-a",
         (Location("dead", "deadboot", 1, 7),) if what == "void" else (),
     )
-    bench.backlog.add(change)
+    bench.dirty.add(change)
     store.down = {"d"}
     for n in range(5):
         bench.insert(f"h{n}")
         assert bench.write() == {"d"}
         assert bench.held_by(f"h{n}") == {"us"}, "its server is up"
-        bench.backlog.retry()
+        bench.dirty.retry()
     store.down = set()
     assert bench.write() == set()
-    assert len(bench.backlog) == 0
+    assert len(bench.dirty) == 0
 
 
 def test_what_cannot_be_listed_in_a_full_record_now_is_tried_again(namespace: str) -> None:
@@ -418,7 +418,7 @@ def test_what_cannot_be_listed_in_a_full_record_now_is_tried_again(namespace: st
     store.withdraw(namespace, "k", "us", reason="test")
     bench.publish_of(others[-1], "k")
     bench.pass_seconds(7, *others[1:])
-    bench.backlog.add(Change((namespace, "k"), ""))
+    bench.dirty.add(Change((namespace, "k"), ""))
     publish_many = store.publish_many
 
     def then_down(publishings: Sequence[Publishing]) -> list[Publication]:
@@ -430,6 +430,6 @@ def test_what_cannot_be_listed_in_a_full_record_now_is_tried_again(namespace: st
     assert bench.write() == {"k"}
     store.publish_many = publish_many  # type: ignore[method-assign]
     store.down = set()
-    bench.backlog.retry()
+    bench.dirty.retry()
     bench.write()
     assert bench.held_by("k") == {*others[1:], "us"}

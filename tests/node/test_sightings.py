@@ -9,9 +9,8 @@ import pytest
 
 from awaited import at_once, awaited
 from device_ends import LIBRARY, PORT, Told
-from lookup_buffer.node.directory import Directory
-from lookup_buffer.node.pools import Pools
-from lookup_buffer.node.sightings import NODES_A_BEAT, SEEN_MAX, Sightings
+from lookup_buffer.node.devices import NODES_A_BEAT, SEEN_MAX, Pools, Sightings
+from lookup_buffer.node.membership import Directory
 from lookup_buffer.protocol.messages import SeenPool
 from memory_store import MemoryStore
 from nodes import NodeProcess, node_pair, wait_until, with_store

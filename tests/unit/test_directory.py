@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from awaited import at_once, awaited
-from lookup_buffer.node.directory import VOID_MAX, Directory
+from lookup_buffer.node.membership import VOID_MAX, Directory
 from lookup_buffer.times import LONG_DEAD_SECONDS
 from memory_store import MemoryStore
 from store import Beat, Location, NodeInfo

@@ -6,8 +6,7 @@ import pytest
 
 from awaited import at_once
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.node.errands import REST_SECONDS_MAX, Errands
-from lookup_buffer.node.troubles import Troubles
+from lookup_buffer.node.registrar import REST_SECONDS_MAX, Errands, Troubles
 from store import StoreFull, StoreUnavailable
 
 

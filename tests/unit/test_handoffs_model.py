@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hypothesis_profiles import examples
 from lookup_buffer.errors import BufferFull
-from lookup_buffer.node.arrivals import Arrival, Arrivals
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Bid, Handoffs, Lease
+from lookup_buffer.node.insert import Arrival, Arrivals
 from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Waiting

@@ -118,7 +118,7 @@ class Node:
         return self.reads.bring(address, wait_seconds, hold)
 
     def insert(self, address: QualifiedKey) -> None:
-        """As `Intake`: the item is pinned while its readers are told."""
+        """As `Inserts`: the item is pinned while its readers are told."""
         ticket = self.shelf.commit(reserve(self.shelf, address), 1, LOCAL)
         self.reads.arrived(address)
         self.waiting.arrived(address)

@@ -12,10 +12,10 @@ import pytest
 from awaited import awaited
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.node.backlog import RECENT_SECONDS
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.dirty_set import RECENT_SECONDS
 from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.registrar import WALK_PAUSE_SECONDS, Registrar
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage

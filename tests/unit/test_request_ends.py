@@ -17,8 +17,8 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arbiter import Decision
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.locate import NOT_REACHED, Located, Locator
+from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.prefetch import AWAITED_MAX, Prefetches
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.session import Session

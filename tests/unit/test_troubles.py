@@ -2,7 +2,7 @@
 
 import pytest
 
-from lookup_buffer.node.troubles import AGAIN_SECONDS, KINDS_MAX, Troubles
+from lookup_buffer.node.registrar import AGAIN_SECONDS, KINDS_MAX, Troubles
 
 
 def test_each_kind_is_logged_at_once_and_again_after_a_while(

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from lookup_buffer.errors import NodeUnavailable
-from lookup_buffer.node.arrivals import Arrivals
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
-from lookup_buffer.node.intake import Intake
+from lookup_buffer.node.insert import Arrivals, Inserts
 from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
@@ -80,7 +79,7 @@ class Node:
         self.handoffs = Handoffs(loop, self.shelf, Counters(), 10.0)
         self.waiting = Waiting(loop, nothing)
         arrivals = Arrivals(loop, self.shelf, self.handoffs, self.waiting)
-        self.intake = Intake(
+        self.inserts = Inserts(
             loop, self.shelf, Counters(), self.waiting, arrivals, nothing, announced,
             self.waiting.arrived,
         )  # fmt: skip
@@ -95,14 +94,14 @@ class Node:
     ) -> None:
         headers = [TensorHeader("uint8", (nbytes,), nbytes).to_fields() for nbytes in sizes]
         request = Insert(1, NAMESPACE, keys, headers, offsets, 60.0, wait_seconds)
-        self.intake.insert(client.connection, client.session, request)
+        self.inserts.insert(client.connection, client.session, request)
 
     def at_rest(self) -> None:
         gauges = self.shelf.gauges()
         assert (gauges.pins, gauges.reserved_bytes) == (0, 0)
-        assert not self.intake._inserting
+        assert not self.inserts._inserting
         assert not self.handoffs._offers
-        assert not self.intake.arrivals._queue
+        assert not self.inserts.arrivals._queue
         assert not self.waiting._waiters
 
 
@@ -120,10 +119,10 @@ def test_the_last_of_two_hand_offs_of_one_key_stays() -> None:
             assert item is not None
             assert node.shelf.bytes_of(item)[0] == 2
             node.shelf.remove(item, "test")
-            node.intake.unstage(client.session, client.connection)
+            node.inserts.unstage(client.session, client.connection)
             client.staging.close()
         node.at_rest()
-        node.intake.close()
+        node.inserts.close()
 
     asyncio.run(test())
 
@@ -155,7 +154,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
                 client.session.over = True
             else:
                 assert len(await client.results()) == len(keys)
-            node.intake.unstage(client.session, client.connection)
+            node.inserts.unstage(client.session, client.connection)
             for address in list(node.shelf.addresses()):
                 if chance.random() < 0.5 and "@" in address[1]:
                     lease = node.handoffs.take_now(address, "a taker")
@@ -173,11 +172,11 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
         node.shelf.fill = fill_mapped  # type: ignore[method-assign]
         await asyncio.gather(*(act(node, number) for number in range(4)))
         async with asyncio.timeout(30.0):
-            while node.intake._inserting:
+            while node.inserts._inserting:
                 await asyncio.sleep(0.002)
         node.at_rest()
         assert not any(is_mapped(client.mapping) for client in clients)
-        node.intake.close()
+        node.inserts.close()
 
     asyncio.run(test())
     for client in clients:

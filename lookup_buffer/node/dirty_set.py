@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from lookup_buffer.key import QualifiedKey, is_handoff
-from lookup_buffer.node.pace import Pace
 from store import Location
 
 BATCH = 64
@@ -44,7 +43,7 @@ class Change:
     """Written before, and now again: after new changes and at a bounded rate."""
 
 
-class Backlog:
+class DirtySet:
     """Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -198,3 +197,31 @@ class Backlog:
 
 def _pop_first(changes: dict[QualifiedKey, Change], most: int) -> list[Change]:
     return [changes.pop(address) for address in list(islice(changes, most))]
+
+
+class Pace:
+    def __init__(self, per_second: float, at_once: int, clock: Callable[[], float]) -> None:
+        self.per_second = per_second
+        self._at_once = at_once
+        self._clock = clock
+        self._credit = float(at_once)
+        self._credited_at = clock()
+
+    def take(self, most: int) -> int:
+        """How many of `most` are allowed now; they are counted as done."""
+        self._earn()
+        taken = min(most, int(self._credit))
+        self._credit -= taken
+        return taken
+
+    def wait_seconds(self, wanted: int) -> float:
+        """Seconds until `wanted` are allowed at once, or the largest possible burst."""
+        self._earn()
+        lacking = min(wanted, self._at_once) - self._credit
+        return max(0.0, lacking / self.per_second)
+
+    def _earn(self) -> None:
+        now = self._clock()
+        self._credit += (now - self._credited_at) * self.per_second
+        self._credit = min(self._credit, float(self._at_once))
+        self._credited_at = now

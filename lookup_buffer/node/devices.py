@@ -1,0 +1,536 @@
+"""Device pools of this node's processes, and lanes: transfers from a device of another node to one
+of this one.
+
+A pool belongs to a session and ends with it. A copy that a pool offers is published beside the
+node's own copy and removed with that. The node moves none of these bytes. If a reader's process has
+a pool and a process of another node has the tensor in its own, the node requests the reader's
+process to receive it. If that fails or takes too long, the bytes come over the hosts within the
+same call.
+
+`Sightings` reads other nodes' pools from their descriptions in the store, so that a reader's pool
+connects to another pool when that is first seen, and not only when it needs a tensor of it (see
+`device.pairs`). Only a node with a receiving pool reads, a few nodes with each beat. Called by
+`desk`, `prefetch` and `registrar` on the loop's thread; methods for any thread say so.
+"""
+
+import asyncio
+import random
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Final
+
+from lookup_buffer.config import parse_tcp
+from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.inventory import Item
+from lookup_buffer.node.locate import Located, Locator
+from lookup_buffer.node.membership import Directory
+from lookup_buffer.node.session import Session
+from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.protocol.fields import Fallback, MaybeFallback
+from lookup_buffer.protocol.header import DTYPES, TensorHeader
+from lookup_buffer.protocol.messages import Offer, OpenPool, Prepare, Received, Retract, SeenPool
+from store import POOLS_MAX, DeviceLocation, Location, MetadataStore, NodeInfo, PoolEndpoint, Record
+
+KNOWN_MAX: Final = 4096
+"""Bound on the keys that a pool is assumed to have received."""
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """One session's pool."""
+
+    session: Session
+    lane: str
+    library: str
+    port: int
+    id: str
+    capacity_bytes: int
+    receives: bool
+    offers: bool
+    told: set[str] = field(default_factory=set)
+    """Ids of other nodes' pools that its process has received."""
+    known: OrderedDict[QualifiedKey, None] = field(default_factory=OrderedDict)
+    """What it received, newest last; it may have evicted some of it."""
+    under_way: int = 0
+
+    def let_go(self, tickets: list[int], keys: list[QualifiedKey]) -> None:
+        """Send its process the request to drop these; see `protocol/messages.py`."""
+        message = {"event": "let_go", "tickets": tickets, "keys": [list(key) for key in keys]}
+        self.session.anchor.send(message)
+
+    def tell_of(self, seen: Mapping[str, SeenPool]) -> None:
+        """Send its process the changes of the fleet's pools with the same lane and library."""
+        alike = (at for at in seen.values() if (at.lane, at.library) == (self.lane, self.library))
+        there = [at for at in alike if at.pool not in self.told]
+        gone = [pool for pool in self.told if pool not in seen]
+        if there or gone:
+            self.told.update(at.pool for at in there)
+            self.told.difference_update(gone)
+            message = {"event": "pools", "there": [list(at) for at in there], "gone": gone}
+            self.session.anchor.send(message)
+
+    def note(self, address: QualifiedKey) -> None:
+        """It received this key."""
+        self.known[address] = None
+        self.known.move_to_end(address)
+        if len(self.known) > KNOWN_MAX:
+            self.known.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    pool: Pool
+    mark: int
+    generation: int
+    """The generation of the node's copy at the time of the offer. 0: of the copy that its client
+    is inserting."""
+
+    def stands_beside(self, item: Item) -> bool:
+        if self.generation == 0:
+            return item.origin == "local"
+        return self.generation == item.generation
+
+
+@dataclass(slots=True)
+class Pools:
+    shelf: Shelf
+    publish: Callable[[QualifiedKey], None]
+    """Called with copies whose publication is out of date."""
+    endpoints: tuple[PoolEndpoint, ...] = ()
+    """Pools from which other nodes may receive; part of the node's description. Any thread."""
+    has_readers: bool = False
+    """Whether one of the pools receives. Any thread."""
+    _pools: dict[Session, Pool] = field(default_factory=dict)
+    _offers: dict[QualifiedKey, tuple[_Offered, ...]] = field(default_factory=dict)
+
+    def open(self, session: Session, request: OpenPool) -> None:
+        """Register a session's pool; the session has none yet."""
+        self._pools[session] = Pool(
+            session, request.lane, request.library, request.port, request.pool,
+            request.pool_bytes, request.receives, request.offers,
+        )  # fmt: skip
+        self._count()
+
+    def close(self, session: Session) -> Pool | None:
+        """The session is over, and its pool invalid. Returns that pool. Idempotent."""
+        pool = self._pools.pop(session, None)
+        if pool is not None:
+            self._count()
+            for address in [at for at, offers in self._offers.items() if _has(offers, pool)]:
+                self._retract(address, pool)
+        return pool
+
+    def _count(self) -> None:
+        pools = self._pools.values()
+        self.has_readers = any(pool.receives for pool in pools)
+        offering = (pool for pool in pools if pool.offers)
+        named = (PoolEndpoint(pool.lane, pool.library, pool.port, pool.id) for pool in offering)
+        self.endpoints = tuple(dict.fromkeys(named))[:POOLS_MAX]
+
+    def tell_readers(self, seen: Mapping[str, SeenPool]) -> None:
+        """Send the fleet's pools, by id, to the processes that receive."""
+        for pool in list(self._pools.values()):  # a failed send ends the session and its pool
+            if pool.receives:
+                pool.tell_of(seen)
+
+    def of(self, session: Session) -> Pool | None:
+        return self._pools.get(session)
+
+    def prepare(self, session: Session, request: Prepare) -> None:
+        pool, address = self._pools.get(session), (request.namespace, request.key)
+        if pool is not None and self.shelf.peek(address) is None:  # else it will not be stored
+            self._put(address, _Offered(pool, request.mark, 0))
+
+    def offer(self, session: Session, request: Offer) -> None:
+        pool, address = self._pools.get(session), (request.namespace, request.key)
+        item = self.shelf.peek(address)
+        if pool is None:
+            return
+        if item is None or item.checksum != request.checksum:
+            # The arena has no such copy and will not get it: the pool must drop this one, and keep
+            # what is inserted next.
+            self._retract(address, pool)
+            pool.let_go([], [address])
+            return
+        known = [o for o in self._offers.get(address, ()) if o.pool is pool]
+        was_published = any(o.mark == request.mark and o.stands_beside(item) for o in known)
+        self._put(address, _Offered(pool, request.mark, item.generation))
+        if not was_published:
+            self.publish(address)
+
+    def _put(self, address: QualifiedKey, offered: _Offered) -> None:
+        others = tuple(o for o in self._offers.get(address, ()) if o.pool is not offered.pool)
+        self._offers[address] = (*others, offered)
+
+    def retract(self, session: Session, request: Retract) -> None:
+        pool = self._pools.get(session)
+        if pool is None:
+            return
+        for key in request.keys:
+            address = (request.namespace, key)
+            pool.known.pop(address, None)
+            self._retract(address, pool)
+
+    def _retract(self, address: QualifiedKey, pool: Pool) -> None:
+        offers = self._offers.get(address, ())
+        left = tuple(offered for offered in offers if offered.pool is not pool)
+        if len(left) == len(offers):
+            return
+        if left:
+            self._offers[address] = left
+        else:
+            del self._offers[address]
+        if self.shelf.peek(address) is not None:
+            self.publish(address)
+
+    def offers(self, address: QualifiedKey) -> bool:
+        """Whether a pool has a copy beside this one. Any thread."""
+        return address in self._offers
+
+    def gone(self, address: QualifiedKey) -> None:
+        """The node's copy was removed: drop the copies beside it, too."""
+        for offered in self._offers.pop(address, ()):
+            offered.pool.let_go([], [address])
+
+    def device_of(self, item: Item, node: str) -> DeviceLocation | None:
+        """The device location to publish beside the copy `item`. Any thread."""
+        for offered in self._offers.get(item.address, ()):
+            if offered.stands_beside(item):
+                pool = offered.pool
+                return DeviceLocation(
+                    node, offered.mark, pool.lane, pool.library, pool.port, pool.id
+                )
+        return None
+
+    def of_readers(self, session: Session) -> list[Pool]:
+        """The pools of all ranks that read for this session; empty if one of them has none."""
+        seat = session.seat
+        if seat is None:
+            own = self._pools.get(session)
+            return [own] if own is not None and own.receives else []
+        by_rank: dict[int, Pool] = {}
+        for pool in self._pools.values():
+            other = pool.session.seat
+            if other is None or other.engine_id != seat.engine_id or other.rank is None:
+                continue
+            if pool.receives:
+                by_rank[other.rank] = pool
+        return list(by_rank.values()) if len(by_rank) == seat.world_size else []
+
+
+def _has(offers: tuple[_Offered, ...], pool: Pool) -> bool:
+    return any(offered.pool is pool for offered in offers)
+
+
+FIRST_TICKET: Final = 1 << 62
+"""Tickets of lanes start here; those of `shelf` never get so high."""
+BASE_SECONDS: Final = 1.0
+BYTES_PER_SECOND: Final = 100e6
+"""A transfer may take BASE_SECONDS plus its size over this rate; then the bytes are fetched over
+the hosts. It is bounded, since a request fits into the reader's pool."""
+UNDER_WAY_MAX: Final = 64
+"""Bound on the transfers to one process at a time."""
+OWN: Final = -1
+"""The source of a tensor that the pool already had."""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A ticket for a tensor that one reader's pools hold or are receiving."""
+
+    ticket: int
+    owner: Session
+    address: QualifiedKey
+    header: TensorHeader
+    pools: list[Pool]
+    waiting: set[Pool]
+    sources: list[tuple[Location, DeviceLocation]]
+    done: "asyncio.Future[MaybeFallback]"
+    deadline: asyncio.TimerHandle | None = None
+    source: int = OWN
+    ranks: set[int] = field(default_factory=set)
+    """Ranks that have not reported done."""
+
+
+@dataclass(slots=True)
+class Lanes:
+    loop: asyncio.AbstractEventLoop
+    boot: str
+    locator: Locator
+    counters: Counters
+    pools: Pools
+    _held: dict[int, _Held] = field(default_factory=dict)
+    _tickets: Iterator[int] = field(
+        default_factory=lambda: count(FIRST_TICKET + secrets.randbits(61))
+    )
+    """A random start for each run of the node: a pool may still have tickets of an earlier run."""
+
+    def open(self, session: Session, request: OpenPool) -> None:
+        """Register a session's pool; it replaces an earlier one."""
+        self.close(session)
+        self.pools.open(session, request)
+
+    def close(self, session: Session) -> None:
+        """The session is over, and its pool invalid. Idempotent."""
+        pool = self.pools.close(session)
+        for held in [held for held in self._held.values() if pool in held.waiting]:
+            self._settle(held, Fallback.ENDED)
+
+    # -- receiving
+
+    async def find(
+        self, session: Session, addresses: Sequence[QualifiedKey]
+    ) -> dict[QualifiedKey, Located]:
+        """Those of `addresses` that the pools of the session's process can receive."""
+        if not addresses or not self.pools.of_readers(session):
+            return {}
+        found = {}
+        located_each = await self.locator.locate(addresses)
+        pools = self.pools.of_readers(session)  # some may have closed since the call
+        for address, located in zip(addresses, located_each, strict=True):
+            if not _may_come(address, located, pools):
+                continue
+            if reason := _refused(located, pools):
+                self.counters.add(f"lane_fallbacks_{reason}")
+            else:
+                found[address] = located
+        return found
+
+    async def receive(
+        self, session: Session, address: QualifiedKey, located: Located
+    ) -> dict[str, Any] | None:
+        """Receive one of those that `find` returned; its entry of a prefetch, or None if the
+        transfer fails."""
+        pools = self.pools.of_readers(session)
+        reason = _refused(located, pools)
+        if not reason:
+            held = self._begin(session, pools, address, located)
+            try:
+                if not (reason := await held.done):
+                    return self._entry(held, pools[0].lane)
+            finally:
+                if held.waiting:  # this request was cancelled
+                    self._settle(held, Fallback.ENDED)
+        self.counters.add(f"lane_fallbacks_{reason}")
+        return None
+
+    def _begin(
+        self, session: Session, pools: list[Pool], address: QualifiedKey, located: Located
+    ) -> _Held:
+        record = located.record
+        assert record is not None, "checked by `find`"
+        header = TensorHeader.for_tensor(record.dtype, record.shape)
+        ticket, sources = next(self._tickets), _on_devices(located)
+        places = [(location, device) for location, _, device in sources]
+        seconds = BASE_SECONDS + header.nbytes / BYTES_PER_SECOND
+        held = _Held(
+            ticket, session, address, header, list(pools), set(pools), places,
+            self.loop.create_future(), ranks=set(session.ranks() or ()),
+        )  # fmt: skip
+        self._held[ticket] = held
+        held.deadline = self.loop.call_later(seconds, self._settle, held, Fallback.TIMEOUT)
+        message = {
+            "event": "receive",
+            "id": ticket,
+            "namespace": address[0],
+            "key": address[1],
+            "header": header.to_fields(),
+            "seconds": seconds,
+            "checksums": [location.checksum for location, _ in located.sources],
+            "sources": [
+                [host, *device[1:], location.checksum] for location, host, device in sources
+            ],
+        }
+        for pool in pools:
+            pool.under_way += 1
+        for pool in pools:
+            if ticket in self._held:  # else a send failed and ended the ticket
+                pool.session.anchor.send(message)
+        return held
+
+    def received(self, session: Session, request: Received) -> None:
+        """A pool's result of one transfer."""
+        held, pool = self._held.get(request.ticket), self.pools.of(session)
+        if held is None or pool is None or pool not in held.waiting:
+            return  # too late: the request to drop it was sent
+        if request.reason:
+            pool.known.pop(held.address, None)
+            self._settle(held, Fallback(request.reason))
+            return
+        held.waiting.discard(pool)
+        pool.under_way -= 1
+        pool.note(held.address)
+        if 0 <= request.source - 1 < len(held.sources):
+            held.source = request.source - 1
+            self.counters.add(f"lane_received_{pool.lane}")
+            self.counters.add(f"bytes_lane_{pool.lane}", held.header.nbytes)
+        if not held.waiting:
+            self._settle(held, "")
+
+    def _settle(self, held: _Held, reason: MaybeFallback) -> None:
+        assert held.deadline is not None
+        held.deadline.cancel()
+        for pool in held.waiting:
+            pool.under_way -= 1
+        held.waiting.clear()
+        if held.owner.over and not reason:
+            reason = Fallback.ENDED
+        if reason:
+            self._let_go(held)
+        else:
+            self.counters.hit_lane(held.address, held.header.nbytes)
+            self.counters.spare(held.owner.encodes)
+        if not held.done.done():  # else its request was cancelled
+            held.done.set_result(reason)
+
+    def _entry(self, held: _Held, lane: str) -> dict[str, Any]:
+        source = "local" if held.source == OWN else held.sources[held.source][0].node
+        return {
+            "state": "resident",
+            "boot": self.boot,
+            "ticket": held.ticket,
+            "offset": 0,
+            "generation": 0,
+            "header": held.header.to_fields(),
+            "source": source,
+            "lane": lane,
+        }
+
+    # -- the end of tickets
+
+    def release(self, tickets: Iterable[int], session: Session) -> None:
+        """See `Shelf.release`; tickets that are not of lanes are ignored."""
+        for ticket in tickets:
+            held = self._held.get(ticket)
+            if held is not None and held.owner is session and not held.waiting:
+                self._let_go(held)
+
+    def done(self, tickets: Iterable[int], rank: int) -> None:
+        """A rank has copied the tensor; the last rank ends the ticket."""
+        for ticket in tickets:
+            held = self._held.get(ticket)
+            if held is not None and not held.waiting:
+                held.ranks.discard(rank)
+                if not held.ranks:
+                    self._let_go(held)
+
+    def count_tickets(self) -> int:
+        return len(self._held)
+
+    def holds(self, session: Session) -> bool:
+        return any(held.owner is session for held in self._held.values())
+
+    def release_all(self, session: Session) -> None:
+        """The session's process has ended, or sent Goodbye."""
+        for held in [held for held in self._held.values() if held.owner is session]:
+            if held.waiting:
+                self._settle(held, Fallback.ENDED)
+            else:
+                self._let_go(held)
+
+    def _let_go(self, held: _Held) -> None:
+        if self._held.pop(held.ticket, None) is None:
+            return
+        for pool in held.pools:
+            pool.let_go([held.ticket], [])
+
+
+def _may_come(address: QualifiedKey, located: Located, pools: Sequence[Pool]) -> bool:
+    """Whether these pools may receive it: a tensor for devices that another pool has."""
+    record = located.record
+    if record is None or not _is_for_devices(record):
+        return False
+    known = bool(pools) and all(address in pool.known for pool in pools)
+    return bool(_on_devices(located) or (known and located.sources))
+
+
+def _refused(located: Located, pools: Sequence[Pool]) -> MaybeFallback:
+    """Why these pools cannot receive it now (a `Fallback`); "" if they can."""
+    assert located.record is not None, "checked by the caller"
+    if not pools:
+        return Fallback.ENDED
+    if any(located.record.nbytes > pool.capacity_bytes for pool in pools):
+        return Fallback.NO_ROOM
+    return Fallback.BUSY if any(pool.under_way >= UNDER_WAY_MAX for pool in pools) else ""
+
+
+def _is_for_devices(record: Record) -> bool:
+    """Whether a device pool can hold it. The record is only a hint, so it is checked."""
+    if record.kind != "tensor" or record.nbytes == 0 or record.dtype not in DTYPES:
+        return False
+    return TensorHeader.for_tensor(record.dtype, record.shape).nbytes == record.nbytes
+
+
+def _on_devices(located: Located) -> list[tuple[Location, str, DeviceLocation]]:
+    """Copies on live nodes, with the node's host and the device copy of the same bytes."""
+    if located.record is None or not located.record.devices:
+        return []
+    beside = {device.node: device for device in located.record.devices}
+    found = []
+    for location, endpoint in located.sources:
+        if location.node in beside:
+            with suppress(ValueError):  # the endpoint is no address
+                found.append((location, parse_tcp(endpoint)[0], beside[location.node]))
+    return found
+
+
+NODES_A_BEAT: Final = 16
+"""Descriptions read with one beat: bounds the load of a large fleet on the store."""
+SEEN_MAX: Final = 256
+"""Bound on the known pools; readers get the others from the records that name them."""
+
+Boot = tuple[str, str]
+"""A node's id and its boot id."""
+
+
+@dataclass(slots=True)
+class Sightings:
+    directory: Directory
+    pools: Pools
+    _turn: list[Boot] = field(default_factory=list)
+    """Nodes whose descriptions are still to be read in this round, the next one last."""
+    _found: dict[Boot, tuple[SeenPool, ...]] = field(default_factory=dict)
+    _seen: dict[str, SeenPool] = field(default_factory=dict)
+
+    async def look(self, store: MetadataStore) -> None:
+        """Read some descriptions, and send the changes to the readers' processes.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        if not self.pools.has_readers:
+            self._turn, self._found, self._seen = [], {}, {}
+            return
+        others = self.directory.others()
+        await self._read(store, others)
+        self._found = {boot: pools for boot, pools in self._found.items() if boot in others}
+        found = {pool.pool: pool for pools in self._found.values() for pool in pools}
+        seen = {name: found.pop(name) for name in self._seen if name in found}
+        self._seen = dict([*seen.items(), *found.items()][:SEEN_MAX])
+        self.pools.tell_readers(self._seen)
+
+    async def _read(self, store: MetadataStore, others: set[Boot]) -> None:
+        if not self._turn:  # a random order, so that not all nodes begin with the same ones
+            self._turn = random.sample(sorted(others), len(others))
+        due, self._turn = self._turn[-NODES_A_BEAT:], self._turn[:-NODES_A_BEAT]
+        infos = await store.node_infos([node for node, _ in due])
+        for node, boot in due:
+            info = infos.get(node)
+            # A missing description, or another boot's, is ignored: after the store lost its data
+            # it returns within a second.
+            if info is not None and info.boot == boot:
+                self._found[node, boot] = _pools_of(info)
+
+
+def _pools_of(info: NodeInfo) -> tuple[SeenPool, ...]:
+    """The pools, with the node's host as theirs."""
+    try:
+        host, _ = parse_tcp(info.endpoint)
+    except ValueError:
+        return ()
+    return tuple(SeenPool(host, *pool) for pool in info.pools)

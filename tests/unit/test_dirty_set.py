@@ -1,0 +1,205 @@
+"""The dirty set: new changes first, rewrites at a limited rate, nothing twice, claims kept."""
+
+from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, BATCH, Change, DirtySet
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def keys(changes: list[Change]) -> list[str]:
+    return [change.address[1] for change in changes]
+
+
+def of(key: str, reason: str = "", token: str | None = None) -> Change:
+    return Change(("ns", key), reason, token)
+
+
+def test_fresh_changes_come_before_rewriting() -> None:
+    dirty = DirtySet(Clock())
+    dirty.repeat([("ns", "old1"), ("ns", "old2")], 1000.0)
+    dirty.add(of("new"))
+    assert len(dirty) == 3
+    assert keys(dirty.take(2)) == ["new", "old1"]
+    assert keys(dirty.take(2)) == ["old2"]
+    assert (dirty.take(), dirty.wait_seconds()) == ([], None)
+
+
+def test_hand_offs_that_appeared_come_first() -> None:
+    """Producers wait until they are published, and takers may wait for them."""
+    dirty = DirtySet(Clock())
+    for key in ("a", "gone@r", "b", "first@r", "second@r"):
+        dirty.add(of(key, "taken" if key == "gone@r" else ""))
+    assert len(dirty) == 5
+    taken = dirty.take(3)
+    assert keys(taken) == ["first@r", "second@r", "a"]
+    dirty.put_back(taken)
+    dirty.add(of("second@r", "taken"))
+    assert keys(dirty.take()) == ["first@r", "gone@r", "b", "a", "second@r"]
+
+
+def test_held_changes_are_due_when_they_are_retried() -> None:
+    dirty = DirtySet(Clock())
+    held = [of("a", token="t"), of("b"), of("c"), Change(("ns", "old"), "", paced=True)]
+    assert dirty.hold(held, lambda _: "server") == {"server"}
+    assert (len(dirty), dirty.take(), dirty.wait_seconds()) == (4, [], None)
+    dirty.add(of("a", "evicted"))
+    dirty.repeat([("ns", "b"), ("ns", "d")], 1000.0)
+    (newest,) = dirty.take(1)
+    assert (newest.address[1], newest.reason, newest.claim_token) == ("a", "evicted", "t")
+    assert dirty.retry(1) == {"server"}
+    assert keys(dirty.take()) == ["b", "d"]
+    dirty.retry_all({"server", "another"})
+    assert keys(dirty.take()) == ["c", "old"]
+    assert (len(dirty), dirty.retry()) == (0, set())
+
+
+def test_a_server_that_is_back_is_not_delayed_by_one_that_is_still_down() -> None:
+    dirty = DirtySet(Clock())
+
+    def place_of(address: tuple[str, str]) -> str:
+        return address[1][0]
+
+    def write(down: str) -> None:
+        while changes := dirty.take():
+            missed.update(dirty.hold([c for c in changes if c.address[1][0] in down], place_of))
+            written.extend(key for key in keys(changes) if key[0] not in down)
+
+    written: list[str] = []
+    missed: set[str] = set()
+    names = [f"{server}{n}" for server in "abc" for n in range(1000)]
+    dirty.hold(map(of, names), place_of)
+    retried = dirty.retry()
+    write(down="ac")
+    assert (retried, missed) == ({"a", "b", "c"}, {"a", "c"})
+    dirty.retry_all(retried - missed)
+    write(down="ac")
+    assert sorted(written) == sorted(f"b{n}" for n in range(1000))
+    assert len(dirty) == 2000
+    for _ in range(3):
+        dirty.retry_all(dirty.retry())
+    write(down="")
+    assert sorted(written) == sorted(names)
+    assert len(dirty) == 0
+
+
+def test_rewrites_are_rate_limited_and_new_changes_are_not() -> None:
+    clock = Clock()
+    dirty = DirtySet(clock)
+    dirty.repeat([("ns", f"old{n}") for n in range(10_000)], AGAIN_PER_SECOND_MAX)
+    rewritten = 0
+    for _ in range(1000):  # one second, a millisecond at a time
+        rewritten += len(dirty.take())
+        clock.now += 0.001
+    assert AGAIN_PER_SECOND_MAX * 0.95 <= rewritten <= AGAIN_PER_SECOND_MAX + BATCH
+    for n in range(5000):
+        dirty.add(of(f"new{n}"))
+    assert dirty.wait_seconds() == 0.0
+    fresh = 0
+    while any(key.startswith("new") for key in keys(dirty.take())):
+        fresh += 1
+    assert fresh == -(-5000 // BATCH)
+
+
+def test_a_batch_is_due_when_it_is_worth_a_round_trip() -> None:
+    clock = Clock()
+    dirty = DirtySet(clock)
+    dirty.repeat([("ns", f"old{n}") for n in range(BATCH + 10)], 100.0)
+    assert len(dirty.take()) == BATCH
+    assert dirty.take() == []
+    wait = dirty.wait_seconds()
+    assert wait is not None
+    assert abs(wait - 0.1) < 1e-6, "for the ten that are left"
+    clock.now += wait + 1e-6
+    assert len(dirty.take()) == 10
+
+
+def test_an_address_is_in_it_once_and_the_newest_change_counts() -> None:
+    dirty = DirtySet(Clock())
+    dirty.repeat([("ns", "a")], 1000.0)
+    dirty.add(of("a"))
+    dirty.add(of("b"))
+    dirty.add(of("a", "evicted"))
+    dirty.repeat([("ns", "a")], 1000.0)
+    assert dirty.take() == [of("b"), of("a", "evicted")]
+
+
+def test_a_later_change_keeps_the_claim() -> None:
+    dirty = DirtySet(Clock())
+    dirty.add(of("a", token="t1"))
+    dirty.add(of("a", "evicted"))
+    assert dirty.take() == [of("a", "evicted", "t1")]
+
+
+def test_a_failed_write_is_repeated_unless_the_key_changed_since() -> None:
+    dirty = DirtySet(Clock())
+    dirty.add(of("a", token="t1"))
+    dirty.add(of("b"))
+    taken = dirty.take()
+    dirty.add(of("a", "evicted"))
+    dirty.put_back(taken)
+    assert {change.address[1]: change for change in dirty.take()} == {
+        "a": of("a", "evicted", "t1"),
+        "b": of("b"),
+    }
+
+
+def test_the_last_minute_is_written_again_and_no_more() -> None:
+    clock = Clock()
+    dirty = DirtySet(clock)
+    dirty.add(of("too old"))
+    dirty.take()
+    clock.now += 30
+    dirty.add(of("inserted", token="t1"))
+    dirty.add(of("withdrawn", "evicted"))
+    dirty.take()
+    dirty.repeat([("ns", "only rewritten")], 1000.0)
+    dirty.take()
+    clock.now += 31
+    dirty.repeat_recent()
+    assert dirty.take() == [of("inserted"), of("withdrawn", "evicted")]
+
+
+def test_failed_rewrites_stay_rate_limited() -> None:
+    clock = Clock()
+    dirty = DirtySet(clock)
+    dirty.add(of("fresh"))
+    dirty.repeat([("ns", f"old{n}") for n in range(1000)], 100.0)
+    taken = dirty.take()
+    assert len(taken) == BATCH
+    dirty.put_back(taken)
+    assert keys(dirty.take(1)) == ["fresh"]
+    left = dirty.take()
+    assert len(left) <= 1, "what failed has used up the pace"
+    dirty.put_back(left)
+    rewritten = 0
+    for _ in range(100):  # ten seconds, in which each batch fails
+        clock.now += 0.1
+        taken = dirty.take()
+        rewritten += len(taken)
+        dirty.put_back(taken)
+    assert rewritten <= 10 * 100 + BATCH
+    assert len(dirty) == 1000
+
+
+def test_a_failed_rewrite_is_repeated_unless_the_key_changed_since() -> None:
+    dirty = DirtySet(Clock())
+    dirty.repeat([("ns", "a"), ("ns", "b")], 1000.0)
+    taken = dirty.take()
+    dirty.add(of("a", "evicted", "t1"))
+    dirty.put_back(taken)
+    assert dirty.take() == [of("a", "evicted", "t1"), of("b")]
+
+
+def test_writes_repeated_after_a_failover_are_rate_limited_too() -> None:
+    dirty = DirtySet(Clock())
+    dirty.add(of("a"))
+    dirty.take()
+    dirty.repeat_recent()
+    dirty.put_back(dirty.take())
+    dirty.add(of("fresh"))
+    assert keys(dirty.take(1)) == ["fresh"]
