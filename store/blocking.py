@@ -182,7 +182,16 @@ def _run_to_end(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, 
             task.cancel()
             with suppress(asyncio.CancelledError, StoreError):
                 loop.run_until_complete(task)
+        elif not (loop.is_running() or loop.is_closed()):
+            _run_once(loop)
         raise
+
+
+def _run_once(loop: asyncio.AbstractEventLoop) -> None:
+    """One iteration. After an interrupt at the end of a run, the callback that stops that run may
+    still be due; it would stop the next one."""
+    loop.call_soon(loop.stop)
+    loop.run_forever()
 
 
 async def _end_all() -> None:

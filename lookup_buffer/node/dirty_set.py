@@ -8,8 +8,9 @@ by server until `retry`, so that they do not delay the others. `registrar` adds 
 `publisher` takes on the loop's.
 """
 
+import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -43,6 +44,17 @@ class Change:
     """Written before, and now again: after new changes and at a bounded rate."""
 
 
+@dataclass(slots=True)
+class Walk:
+    """Addresses of the whole inventory, to be written again. They become changes only when it is
+    their turn: 200,000 changes at once would block the loop for a second."""
+
+    left: list[QualifiedKey] = field(default_factory=list)
+    """The next is the last."""
+    began_at: float = 0.0
+    """What was written later needs no rewriting."""
+
+
 class DirtySet:
     """Thread-safe."""
 
@@ -54,6 +66,8 @@ class DirtySet:
         """Hand-offs that appeared: bounded by the arena."""
         self._fresh: dict[QualifiedKey, Change] = {}
         self._again: dict[QualifiedKey, Change] = {}
+        self._walk = Walk()
+        self._next_walk = Walk()
         self._held: dict[str, dict[QualifiedKey, Change]] = {}
         """By server, see `hold`: not due before `retry`."""
         self._recent: dict[QualifiedKey, tuple[float, Change]] = {}
@@ -62,12 +76,14 @@ class DirtySet:
         with self._lock:
             self._add(change)
 
-    def repeat(self, addresses: Iterable[QualifiedKey], per_second: float) -> None:
-        """Write `addresses` again, in this order and at most `per_second`."""
+    def walk(self, addresses: Sequence[QualifiedKey], per_second: float) -> None:
+        """Write `addresses` again, in this order and at most `per_second`.
+
+        The walk before is finished first. It replaces one that has not begun.
+        """
         with self._lock:
             self._pace.per_second = per_second
-            for address in addresses:
-                self._add_again(Change(address, "", paced=True))
+            self._next_walk = Walk(list(reversed(addresses)), self._clock())
 
     def repeat_recent(self) -> None:
         """Write again what was written within RECENT_SECONDS."""
@@ -87,8 +103,9 @@ class DirtySet:
                 self._recent.pop(change.address, None)
                 written = Change(change.address, change.reason, paced=True)
                 self._recent[change.address] = (self._clock(), written)
-            room = self._pace.take(min(most - len(fresh), len(self._again)))
-            return fresh + _pop_first(self._again, room)
+            room = self._pace.take(min(most - len(fresh), self._count_again()))
+            again = _pop_first(self._again, room)
+            return fresh + again + self._walk_on(room - len(again))
 
     def put_back(self, changes: Iterable[Change]) -> None:
         """Return changes that were not written, each to the end of its queue.
@@ -125,23 +142,47 @@ class DirtySet:
                 self._retry(place, max(1, most // len(places)))
         return places
 
-    def retry_all(self, places: Iterable[str]) -> None:
-        """Make all held changes of these servers due, which are reached again."""
+    def retry_place(self, place: str, most: int) -> int:
+        """Make up to `most` held changes of this server due, as it is reached again. Returns how
+        many are still held."""
         with self._lock:
-            for place in places:
-                self._retry(place, FRESH_MAX)
+            self._retry(place, most)
+            return len(self._held.get(place, ()))
 
     def wait_seconds(self) -> float | None:
         """Seconds until `take` returns enough for a round trip; None if the set is empty."""
         with self._lock:
             if self._urgent or self._fresh:
                 return 0.0
-            return self._pace.wait_seconds(len(self._again)) if self._again else None
+            again = self._count_again()
+            return self._pace.wait_seconds(again) if again else None
 
     def __len__(self) -> int:
+        """What is in two walks counts twice."""
         with self._lock:
-            due = len(self._urgent) + len(self._fresh) + len(self._again)
+            due = len(self._urgent) + len(self._fresh) + self._count_again()
             return due + self._count_held()
+
+    def _count_again(self) -> int:
+        return len(self._again) + len(self._walk.left) + len(self._next_walk.left)
+
+    def _walk_on(self, most: int) -> list[Change]:
+        """The next `most` addresses of the walk, less those that were or will be written since."""
+        if not self._walk.left:
+            self._walk, self._next_walk = self._next_walk, Walk()
+        walk = self._walk
+        begin = max(0, len(walk.left) - most)
+        walk.left[begin:], addresses = [], walk.left[begin:]
+        return [
+            Change(address, "", paced=True)
+            for address in reversed(addresses)
+            if not any(address in queue for queue in (*self._due_or_held(), self._again))
+            and self._written_at(address) < walk.began_at
+        ]
+
+    def _written_at(self, address: QualifiedKey) -> float:
+        recent = self._recent.get(address)
+        return -math.inf if recent is None else recent[0]
 
     def _count_held(self) -> int:
         return sum(map(len, self._held.values()))

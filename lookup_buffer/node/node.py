@@ -289,7 +289,7 @@ class Node:
         self._registrar.changed(address, GoneReason.STALE)
 
     def _report(self, reports: Sequence[Report]) -> None:
-        self._announcements.handle_reports(reports)
+        self._loop.call_soon(self._announcements.handle_reports, reports)
 
     def _admit_asker(self, stream: socket.socket, on_end: Callable[[], None]) -> None:
         call_from_thread(self._loop, self._askers.admit, stream, on_end)
@@ -323,8 +323,6 @@ class Node:
 
     def _end_tasks(self) -> None:
         """Let what was cancelled run to its end."""
-        if self._loop.is_closed():
-            return  # closing the store has done it
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
@@ -336,12 +334,12 @@ class Node:
         self._askers.close()
         self._owners.close()
         self._finish(self._claims.arbiter.close())
+        self._finish(self._registrar.close())
         if self._http is not None:
             self._http.close()
         self._peers.close()
         self._fetcher.close()
         self._inserts.close()
-        self._finish(self._registrar.close())
         self._locator.close()
         self._finish(self._storage.close())
         if self._telemetry is not None:

@@ -4,6 +4,7 @@ It writes what the arena holds at that moment, so the newest state always wins. 
 `registrar` on the loop's thread.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class Publisher:
             places |= self.dirty.hold(unreached, lambda address: store.place_of(*address))
             if self.clock() >= until:
                 break
+            await asyncio.sleep(0)  # a store that is not reached may fail at once
         return places
 
     async def withdraw_void(self, store: MetadataStore) -> None:

@@ -226,13 +226,20 @@ class Shelf:
             self._inventory.remove_expired()
         self._report()
 
-    def remove_namespace(self, namespace: str, reason: str, *, fetched_only: bool = False) -> None:
-        """Remove all complete items of a namespace; `fetched_only`: only those from other nodes."""
+    def remove_all(self, items: Iterable[Item], reason: str) -> None:
         with self._lock:
-            for item in self._inventory.items():
-                if item.address[0] == namespace and not (fetched_only and item.origin == "local"):
-                    self._inventory.remove(item, reason)
+            for item in items:
+                self._inventory.remove(item, reason)
         self._report()
+
+    def items_of(self, namespace: str, *, fetched_only: bool = False) -> list[Item]:
+        """All complete items of a namespace; `fetched_only`: only those from other nodes."""
+        with self._lock:
+            return [
+                item
+                for item in self._inventory.items()
+                if item.address[0] == namespace and not (fetched_only and item.origin == "local")
+            ]
 
     def offer(self, address: QualifiedKey, header: TensorHeader) -> None:
         """There will be an item at `address` once there is space for it: see `published`."""

@@ -6,9 +6,9 @@ runs on the loop's thread.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
@@ -29,6 +29,8 @@ class Storage:
         self._config = config
         self._node = node
         self._opening = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
         self._store: MetadataStore | None = None
         self._server: EmbeddedServer | None = None
 
@@ -39,9 +41,8 @@ class Storage:
             StoreUnavailable: the embedded server cannot be started.
         """
         if self._store is None:
-            async with self._opening:
-                if self._store is None:
-                    self._store = await _on_thread(self._open)
+            await self._finish(self._open_once())
+        assert self._store is not None
         return self._store
 
     def place_of(self, address: QualifiedKey) -> str:
@@ -73,16 +74,41 @@ class Storage:
         Raises:
             StoreUnavailable: it cannot be started.
         """
-        async with self._opening:
-            if self._server is not None and not self._server.running:
-                self._server.close()
-                self._server = await _on_thread(self._start_server)
+        await self._finish(self._restart())
 
     async def close(self) -> None:
+        """Close what is open, and what is being opened once it is. Then nothing is opened."""
+        self._closed = True
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._store is not None:
             await self._store.close()
         if self._server is not None:
             await _on_thread(self._server.close)
+
+    async def _finish(self, opening: Coroutine[Any, Any, None]) -> None:
+        """Run `opening` to its end, also if the caller is cancelled: a server that it started
+        would never be closed."""
+        task = asyncio.get_running_loop().create_task(opening)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
+
+    async def _open_once(self) -> None:
+        async with self._opening:
+            self._check_open()
+            if self._store is None:
+                self._store = await _on_thread(self._open)
+
+    async def _restart(self) -> None:
+        async with self._opening:
+            self._check_open()
+            if self._server is not None and not self._server.running:
+                self._server.close()
+                self._server = await _on_thread(self._start_server)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreUnavailable("the node is shutting down")
 
     def _start_server(self) -> EmbeddedServer:
         try:
@@ -95,7 +121,8 @@ class Storage:
         config = self._config
         url = config.store_url
         if url == "embedded":
-            self._server = self._start_server()
+            if self._server is None:
+                self._server = self._start_server()
             url = self._server.url
         seconds = config.store_timeout_seconds
         try:
@@ -106,5 +133,8 @@ class Storage:
 
 async def _on_thread(call: Callable[[], T]) -> T:
     """The result of a call that may wait for a process. The thread ends with it."""
-    with ThreadPoolExecutor(1, thread_name_prefix="lb-open") as thread:
+    thread = ThreadPoolExecutor(1, thread_name_prefix="lb-open")
+    try:
         return await asyncio.get_running_loop().run_in_executor(thread, call)
+    finally:
+        thread.shutdown(wait=False)

@@ -14,7 +14,7 @@ from lookup_buffer.inspection.findings import Code
 from lookup_buffer.inspection.history import history_of
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.node.registrar import LATE_SECONDS, Invalidations
+from lookup_buffer.node.registrar import LATE_SECONDS, PAGE, Invalidations
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from memory_store import MemoryStore
@@ -167,6 +167,19 @@ def test_nodes_that_read_the_mark_later_drop_their_copies_too(part: Part) -> Non
     assert part.heed(1.0) == [], "by now everybody has heard"
     part.store.mark_invalid("ns", 5002.0)
     assert part.heed() == ["new", "of today"]
+
+
+def test_a_large_namespace_is_removed_in_pages(part: Part) -> None:
+    part.heed()
+    for n in range(2 * PAGE + 1):
+        part.hold(f"k{n}")
+    part.store.mark_invalid("ns", 5001.0)
+    apply, gone = part.invalidations.apply(awaited(part.store)), []
+    with pytest.raises(StopIteration):
+        while True:
+            apply.send(None)
+            gone.append(len(part.gone))
+    assert gone == [PAGE, 2 * PAGE, 2 * PAGE + 1], "the loop goes on between them"
 
 
 @pytest.mark.parametrize(("at", "gone"), [(4999.0, []), (5000.5, ["first"])])

@@ -273,9 +273,10 @@ def test_a_pool_that_ends_during_a_query_for_its_item_costs_nothing(
         one = offered(reading.producer, reading.theirs, reading.store)
         with frozen(valkey_server):
             (handle,) = reading.reader.prefetch([one])
+            nodes[1].stats()  # a round trip: the query has begun
             reading.ours.opening = (NBYTES, False, True)  # no reader's pool takes its place
             reading.ours.attached(reading.ours.send)
-            nodes[1].stats()  # a round trip: it has received both
+            nodes[1].stats()  # the pool has ended
         assert handle.wait(30.0) is PrefetchState.RESIDENT
         assert handle.order is not None
         assert handle.order.lane == ""

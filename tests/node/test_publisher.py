@@ -118,6 +118,23 @@ def test_a_thousand_changes_take_a_few_round_trips(
     assert None not in found
 
 
+def test_a_rewrite_of_what_is_gone_meanwhile_keeps_the_reason(bench: Bench) -> None:
+    address = (bench.namespace, "k")
+    bench.insert("k")
+    bench.write()
+    item = bench.shelf.published(address)
+    assert item is not None
+    bench.shelf.remove_all([item], "evicted")
+    bench.dirty.add(Change(address, "evicted"))
+    bench.write()
+    assert bench.store.gone(*address) == "evicted"
+    bench.clock.now += 120.0
+    bench.dirty.walk([address], 1000.0)  # as listed before it went
+    bench.write()
+    assert bench.store.gone(*address) == "evicted"
+    assert len(bench.dirty) == 0
+
+
 def test_claims_of_unpublished_keys_are_released_together(
     bench: Bench, valkey_server: EmbeddedServer
 ) -> None:

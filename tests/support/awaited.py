@@ -30,9 +30,10 @@ def awaited(store: BlockingStore) -> MetadataStore:
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits for nothing."""
+    """The result of a coroutine that waits for nothing; `asyncio.sleep(0)` is nothing."""
     try:
-        coroutine.send(None)
+        while coroutine.send(None) is None:
+            pass
     except StopIteration as end:
         result: T = end.value
         return result

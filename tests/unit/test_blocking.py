@@ -100,3 +100,24 @@ def test_calls_of_other_threads_while_it_closes_end_or_are_refused() -> None:
         for thread in threads:
             thread.join(10.0)
         assert [type(end) for end in ends] == [StoreUnavailable] * len(threads)
+
+
+async def interrupted_at_its_end() -> int:
+    """The signal comes once this has returned, and `run_until_complete` has not."""
+    asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+    return 1
+
+
+def test_an_interrupt_at_the_end_of_a_call_does_not_stop_the_next() -> None:
+    runner, closed = LoopRunner(), []
+
+    async def last() -> None:
+        closed.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(interrupted_at_its_end())
+    assert runner.run(asyncio.sleep(0, 2)) == 2
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(interrupted_at_its_end())
+    runner.close(last())
+    assert closed == [True]

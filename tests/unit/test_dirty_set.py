@@ -1,5 +1,7 @@
 """The dirty set: new changes first, rewrites at a limited rate, nothing twice, claims kept."""
 
+import time
+
 from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, BATCH, Change, DirtySet
 
 
@@ -21,7 +23,7 @@ def of(key: str, reason: str = "", token: str | None = None) -> Change:
 
 def test_fresh_changes_come_before_rewriting() -> None:
     dirty = DirtySet(Clock())
-    dirty.repeat([("ns", "old1"), ("ns", "old2")], 1000.0)
+    dirty.walk([("ns", "old1"), ("ns", "old2")], 1000.0)
     dirty.add(of("new"))
     assert len(dirty) == 3
     assert keys(dirty.take(2)) == ["new", "old1"]
@@ -48,12 +50,13 @@ def test_held_changes_are_due_when_they_are_retried() -> None:
     assert dirty.hold(held, lambda _: "server") == {"server"}
     assert (len(dirty), dirty.take(), dirty.wait_seconds()) == (4, [], None)
     dirty.add(of("a", "evicted"))
-    dirty.repeat([("ns", "b"), ("ns", "d")], 1000.0)
+    dirty.walk([("ns", "b"), ("ns", "d")], 1000.0)
     (newest,) = dirty.take(1)
     assert (newest.address[1], newest.reason, newest.claim_token) == ("a", "evicted", "t")
     assert dirty.retry(1) == {"server"}
     assert keys(dirty.take()) == ["b", "d"]
-    dirty.retry_all({"server", "another"})
+    assert (dirty.retry_place("server", 1), dirty.retry_place("server", 1)) == (1, 0)
+    assert dirty.retry_place("another", 1) == 0
     assert keys(dirty.take()) == ["c", "old"]
     assert (len(dirty), dirty.retry()) == (0, set())
 
@@ -76,12 +79,14 @@ def test_a_server_that_is_back_is_not_delayed_by_one_that_is_still_down() -> Non
     retried = dirty.retry()
     write(down="ac")
     assert (retried, missed) == ({"a", "b", "c"}, {"a", "c"})
-    dirty.retry_all(retried - missed)
+    for place in retried - missed:
+        assert dirty.retry_place(place, 10_000) == 0
     write(down="ac")
     assert sorted(written) == sorted(f"b{n}" for n in range(1000))
     assert len(dirty) == 2000
     for _ in range(3):
-        dirty.retry_all(dirty.retry())
+        for place in dirty.retry():
+            dirty.retry_place(place, 10_000)
     write(down="")
     assert sorted(written) == sorted(names)
     assert len(dirty) == 0
@@ -90,7 +95,7 @@ def test_a_server_that_is_back_is_not_delayed_by_one_that_is_still_down() -> Non
 def test_rewrites_are_rate_limited_and_new_changes_are_not() -> None:
     clock = Clock()
     dirty = DirtySet(clock)
-    dirty.repeat([("ns", f"old{n}") for n in range(10_000)], AGAIN_PER_SECOND_MAX)
+    dirty.walk([("ns", f"old{n}") for n in range(10_000)], AGAIN_PER_SECOND_MAX)
     rewritten = 0
     for _ in range(1000):  # one second, a millisecond at a time
         rewritten += len(dirty.take())
@@ -108,7 +113,7 @@ def test_rewrites_are_rate_limited_and_new_changes_are_not() -> None:
 def test_a_batch_is_due_when_it_is_worth_a_round_trip() -> None:
     clock = Clock()
     dirty = DirtySet(clock)
-    dirty.repeat([("ns", f"old{n}") for n in range(BATCH + 10)], 100.0)
+    dirty.walk([("ns", f"old{n}") for n in range(BATCH + 10)], 100.0)
     assert len(dirty.take()) == BATCH
     assert dirty.take() == []
     wait = dirty.wait_seconds()
@@ -120,11 +125,11 @@ def test_a_batch_is_due_when_it_is_worth_a_round_trip() -> None:
 
 def test_an_address_is_in_it_once_and_the_newest_change_counts() -> None:
     dirty = DirtySet(Clock())
-    dirty.repeat([("ns", "a")], 1000.0)
+    dirty.walk([("ns", "a")], 1000.0)
     dirty.add(of("a"))
     dirty.add(of("b"))
     dirty.add(of("a", "evicted"))
-    dirty.repeat([("ns", "a")], 1000.0)
+    dirty.walk([("ns", "a")], 1000.0)
     assert dirty.take() == [of("b"), of("a", "evicted")]
 
 
@@ -157,7 +162,7 @@ def test_the_last_minute_is_written_again_and_no_more() -> None:
     dirty.add(of("inserted", token="t1"))
     dirty.add(of("withdrawn", "evicted"))
     dirty.take()
-    dirty.repeat([("ns", "only rewritten")], 1000.0)
+    dirty.walk([("ns", "only rewritten")], 1000.0)
     dirty.take()
     clock.now += 31
     dirty.repeat_recent()
@@ -168,7 +173,7 @@ def test_failed_rewrites_stay_rate_limited() -> None:
     clock = Clock()
     dirty = DirtySet(clock)
     dirty.add(of("fresh"))
-    dirty.repeat([("ns", f"old{n}") for n in range(1000)], 100.0)
+    dirty.walk([("ns", f"old{n}") for n in range(1000)], 100.0)
     taken = dirty.take()
     assert len(taken) == BATCH
     dirty.put_back(taken)
@@ -188,7 +193,7 @@ def test_failed_rewrites_stay_rate_limited() -> None:
 
 def test_a_failed_rewrite_is_repeated_unless_the_key_changed_since() -> None:
     dirty = DirtySet(Clock())
-    dirty.repeat([("ns", "a"), ("ns", "b")], 1000.0)
+    dirty.walk([("ns", "a"), ("ns", "b")], 1000.0)
     taken = dirty.take()
     dirty.add(of("a", "evicted", "t1"))
     dirty.put_back(taken)
@@ -203,3 +208,43 @@ def test_writes_repeated_after_a_failover_are_rate_limited_too() -> None:
     dirty.put_back(dirty.take())
     dirty.add(of("fresh"))
     assert keys(dirty.take(1)) == ["fresh"]
+
+
+def test_a_walk_of_a_large_inventory_blocks_the_loop_for_less_than_a_tenth_of_a_second() -> None:
+    dirty = DirtySet(Clock())
+    addresses = [("ns", str(n)) for n in range(200_000)]
+    began = time.thread_time()
+    dirty.walk(addresses, 1000.0)
+    assert keys(dirty.take()) == [str(n) for n in range(BATCH)]
+    assert time.thread_time() - began < 0.1
+
+
+def test_a_walk_is_finished_before_the_next() -> None:
+    clock = Clock()
+    dirty = DirtySet(clock)
+    for key in "abc":  # the second one has not begun when the third comes
+        dirty.walk([("ns", f"{key}{n}") for n in range(3)], 1e6)
+        if key == "a":
+            assert keys(dirty.take(1)) == ["a0"]
+    written = []
+    while len(dirty):
+        written += keys(dirty.take(1))
+    assert written == ["a1", "a2", "c0", "c1", "c2"]
+
+
+def test_a_walk_leaves_out_what_was_written_since_it_began() -> None:
+    clock = Clock()
+    dirty = DirtySet(clock)
+    dirty.add(of("before"))
+    dirty.take()
+    clock.now += 1.0
+    dirty.walk([("ns", key) for key in ("before", "since", "waits", "held")], 1e6)
+    dirty.add(of("since", "evicted"))
+    assert keys(dirty.take(1)) == ["since"]
+    dirty.hold([of("held")], lambda _: "server")
+    dirty.add(of("waits"))
+    clock.now += 1.0
+    assert keys(dirty.take()) == ["waits", "before"]
+    assert keys(dirty.take()) == []
+    dirty.retry()
+    assert keys(dirty.take()) == ["held"]

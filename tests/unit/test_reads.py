@@ -291,7 +291,7 @@ def test_a_read_that_is_cancelled_at_any_wait_leaves_nothing(
 
         async def check() -> None:
             await node.rest()
-            node.shelf.remove_namespace(NAMESPACE, "test")
+            node.shelf.remove_all(node.shelf.items_of(NAMESPACE), "test")
 
         waits = await cancel_at_each_wait(read, check)
         assert waits >= (2 if found is nowhere and wait_seconds else 1)

@@ -260,6 +260,23 @@ def test_a_bug_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> N
     assert told.exc_info, "where it was"
 
 
+def test_a_bug_at_the_restart_of_the_embedded_server_ends_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_thread(_: Storage) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Given, "revive", no_thread)
+    store = Failing()
+    with registrar_on(store) as (registrar, _):
+        wait_until(lambda: registrar.store_up, 3.0)
+        store.error = StoreUnavailable("it was killed")
+        wait_until(lambda: store.failed >= 3, 5.0)
+        store.error = None
+        wait_until(lambda: registrar.store_up, 3.0)
+    assert "can't start new thread" in caplog.text
+
+
 def test_a_failure_of_the_store_is_logged_once_for_each_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
