@@ -86,7 +86,7 @@ class Items(RuleBasedStateMachine):
     def _taken(self, queue: "deque[tuple[int, list[Value]]]", got: list[Value]) -> None:
         _, item = queue.popleft()
         assert all(same(a, b) for a, b in zip(got, item, strict=True))
-        self.used -= packed(item).nbytes
+        self.used -= self.limits.cost(packed(item).nbytes)
 
     @rule()
     def the_producer_dies_and_another_comes(self) -> None:
