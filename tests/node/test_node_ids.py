@@ -192,7 +192,9 @@ def test_a_node_dead_for_long_is_evicted(
 ) -> None:
     """A minute is long: tests of the directory let it pass by their clock. Here it is shorter, so
     that it passes for real."""
-    shorter = f"from lookup_buffer.node import directory; directory.LONG_DEAD_SECONDS = {LONG_DEAD}"
+    shorter = (
+        f"from lookup_buffer.node import membership; membership.LONG_DEAD_SECONDS = {LONG_DEAD}"
+    )
     node, observer, name = start_node(), start_node(prelude=shorter), key()
     for one in (node, observer):
         wait_until(lambda one=one: one.stats()["store_up"], 5.0)  # type: ignore[misc]
