@@ -38,6 +38,22 @@ from store import POOLS_MAX, DeviceLocation, Location, MetadataStore, NodeInfo, 
 
 KNOWN_MAX: Final = 4096
 """Bound on the keys that a pool is assumed to have received."""
+FIRST_TICKET: Final = 1 << 62
+"""Tickets of lanes start here; those of `shelf` never get so high."""
+BASE_SECONDS: Final = 1.0
+BYTES_PER_SECOND: Final = 100e6
+"""A transfer may take BASE_SECONDS plus its size over this rate; then the bytes are fetched over
+the hosts. It is bounded, since a request fits into the reader's pool."""
+UNDER_WAY_MAX: Final = 64
+"""Bound on the transfers to one process at a time."""
+OWN: Final = -1
+"""The source of a tensor that the pool already had."""
+NODES_A_BEAT: Final = 16
+"""Descriptions read with one beat: bounds the load of a large fleet on the store."""
+SEEN_MAX: Final = 256
+"""Bound on the known pools; readers get the others from the records that name them."""
+Boot = tuple[str, str]
+"""A node's id and its boot id."""
 
 
 @dataclass(slots=True, eq=False)
@@ -225,18 +241,6 @@ class Pools:
 
 def _has(offers: tuple[_Offered, ...], pool: Pool) -> bool:
     return any(offered.pool is pool for offered in offers)
-
-
-FIRST_TICKET: Final = 1 << 62
-"""Tickets of lanes start here; those of `shelf` never get so high."""
-BASE_SECONDS: Final = 1.0
-BYTES_PER_SECOND: Final = 100e6
-"""A transfer may take BASE_SECONDS plus its size over this rate; then the bytes are fetched over
-the hosts. It is bounded, since a request fits into the reader's pool."""
-UNDER_WAY_MAX: Final = 64
-"""Bound on the transfers to one process at a time."""
-OWN: Final = -1
-"""The source of a tensor that the pool already had."""
 
 
 @dataclass(slots=True, eq=False)
@@ -477,15 +481,6 @@ def _on_devices(located: Located) -> list[tuple[Location, str, DeviceLocation]]:
             with suppress(ValueError):  # the endpoint is no address
                 found.append((location, parse_tcp(endpoint)[0], beside[location.node]))
     return found
-
-
-NODES_A_BEAT: Final = 16
-"""Descriptions read with one beat: bounds the load of a large fleet on the store."""
-SEEN_MAX: Final = 256
-"""Bound on the known pools; readers get the others from the records that name them."""
-
-Boot = tuple[str, str]
-"""A node's id and its boot id."""
 
 
 @dataclass(slots=True)

@@ -44,6 +44,109 @@ LOOK_AGAIN_SECONDS = 0.02
 
 
 @dataclass(slots=True, eq=False)
+class Arrival:
+    """One insert of a hand-off."""
+
+    address: QualifiedKey
+    header: TensorHeader
+    ttl_seconds: float | None
+    until: float
+    """The insert's deadline, by the loop's clock."""
+    on_wanted: "partial[bool] | None" = None
+    """Called when a taker requests it, while it is offered."""
+
+
+@dataclass(slots=True)
+class Arrivals:
+    loop: asyncio.AbstractEventLoop
+    shelf: Shelf
+    handoffs: Handoffs
+    waiting: Waiting
+    _queue: dict[Arrival, "asyncio.Future[Item]"] = field(default_factory=dict)
+    _looking: bool = False
+    """An attempt to admit queued inserts is scheduled."""
+
+    async def admit(self, arrival: Arrival) -> Item:
+        """Memory for the hand-off, as soon as there is room, until the insert's deadline. Call
+        `landed` once the insert is settled, and its takers are served.
+
+        Raises:
+            TensorTooLarge, BufferFull: see `Inventory.reserve_handoff`.
+        """
+        try:
+            return self._reserve(arrival)
+        except BufferFull:
+            if self.loop.time() >= arrival.until:
+                raise
+        arrival.on_wanted = partial(self._try, arrival)
+        return await self._queued(arrival)
+
+    def landed(self, arrival: Arrival) -> None:
+        """End its offer, if there was one. Idempotent."""
+        if arrival.on_wanted is not None:
+            self.handoffs.withdraw(arrival.address, arrival.on_wanted)
+            arrival.on_wanted = None
+
+    async def _queued(self, arrival: Arrival) -> Item:
+        admitted: asyncio.Future[Item] = self.loop.create_future()
+        self._queue[arrival] = admitted
+        self.shelf.when_room(partial(call_from_thread, self.loop, self._room_came))
+        assert arrival.on_wanted is not None
+        try:
+            self.handoffs.offer(arrival.address, arrival.header, arrival.on_wanted)
+            self.waiting.arrived(arrival.address)  # waiters of this host now queue for it
+            self._try(arrival)  # space that was freed before `when_room` caused no call
+            async with asyncio.timeout_at(arrival.until):
+                return await admitted
+        except TimeoutError:
+            return admitted.result() if not admitted.cancelled() else self._reserve(arrival)
+        except asyncio.CancelledError:
+            if admitted.done() and not admitted.cancelled():
+                self.shelf.abandon(admitted.result())
+            raise
+        finally:
+            del self._queue[arrival]
+            if not self._queue:
+                self.shelf.when_room(None)
+
+    def _reserve(self, arrival: Arrival) -> Item:
+        ttl_seconds = TTL_SECONDS if arrival.ttl_seconds is None else arrival.ttl_seconds
+        return self.shelf.reserve_handoff(
+            arrival.address,
+            arrival.header,
+            ttl_seconds=ttl_seconds,
+            wanted=self.handoffs.wanted(arrival.address),
+        )
+
+    def _room_came(self) -> None:
+        if not self._looking:
+            self._looking = True
+            self.loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        refused_bytes: int | None = None
+        for arrival in list(self._queue):
+            nbytes = arrival.header.nbytes
+            is_wanted = self.handoffs.wanted(arrival.address)
+            if not is_wanted and refused_bytes is not None and nbytes >= refused_bytes:
+                continue  # there was no room for a smaller one
+            if not self._try(arrival) and not is_wanted:
+                refused_bytes = nbytes
+
+    def _try(self, arrival: Arrival) -> bool:
+        """Returns whether it waits no longer."""
+        admitted = self._queue.get(arrival)
+        if admitted is None or admitted.done():
+            return True  # admitted, or dropped
+        try:
+            admitted.set_result(self._reserve(arrival))
+        except BufferFull:
+            return False
+        return True
+
+
+@dataclass(slots=True, eq=False)
 class _Part:
     """One tensor of a request."""
 
@@ -82,7 +185,7 @@ class Inserts:
     shelf: Shelf
     counters: Counters
     waiting: Waiting
-    arrivals: "Arrivals"
+    arrivals: Arrivals
     claims: Claims
     announcements: Announcements
     on_stored: Callable[[QualifiedKey], None]
@@ -270,106 +373,3 @@ def _parts(request: Insert, staging_bytes: int) -> list[_Part]:
             raise ProtocolError("the staging area is smaller than the tensors")
         parts.append(_Part((request.namespace, key), header, offset))
     return parts
-
-
-@dataclass(slots=True, eq=False)
-class Arrival:
-    """One insert of a hand-off."""
-
-    address: QualifiedKey
-    header: TensorHeader
-    ttl_seconds: float | None
-    until: float
-    """The insert's deadline, by the loop's clock."""
-    on_wanted: "partial[bool] | None" = None
-    """Called when a taker requests it, while it is offered."""
-
-
-@dataclass(slots=True)
-class Arrivals:
-    loop: asyncio.AbstractEventLoop
-    shelf: Shelf
-    handoffs: Handoffs
-    waiting: Waiting
-    _queue: dict[Arrival, "asyncio.Future[Item]"] = field(default_factory=dict)
-    _looking: bool = False
-    """An attempt to admit queued inserts is scheduled."""
-
-    async def admit(self, arrival: Arrival) -> Item:
-        """Memory for the hand-off, as soon as there is room, until the insert's deadline. Call
-        `landed` once the insert is settled, and its takers are served.
-
-        Raises:
-            TensorTooLarge, BufferFull: see `Inventory.reserve_handoff`.
-        """
-        try:
-            return self._reserve(arrival)
-        except BufferFull:
-            if self.loop.time() >= arrival.until:
-                raise
-        arrival.on_wanted = partial(self._try, arrival)
-        return await self._queued(arrival)
-
-    def landed(self, arrival: Arrival) -> None:
-        """End its offer, if there was one. Idempotent."""
-        if arrival.on_wanted is not None:
-            self.handoffs.withdraw(arrival.address, arrival.on_wanted)
-            arrival.on_wanted = None
-
-    async def _queued(self, arrival: Arrival) -> Item:
-        admitted: asyncio.Future[Item] = self.loop.create_future()
-        self._queue[arrival] = admitted
-        self.shelf.when_room(partial(call_from_thread, self.loop, self._room_came))
-        assert arrival.on_wanted is not None
-        try:
-            self.handoffs.offer(arrival.address, arrival.header, arrival.on_wanted)
-            self.waiting.arrived(arrival.address)  # waiters of this host now queue for it
-            self._try(arrival)  # space that was freed before `when_room` caused no call
-            async with asyncio.timeout_at(arrival.until):
-                return await admitted
-        except TimeoutError:
-            return admitted.result() if not admitted.cancelled() else self._reserve(arrival)
-        except asyncio.CancelledError:
-            if admitted.done() and not admitted.cancelled():
-                self.shelf.abandon(admitted.result())
-            raise
-        finally:
-            del self._queue[arrival]
-            if not self._queue:
-                self.shelf.when_room(None)
-
-    def _reserve(self, arrival: Arrival) -> Item:
-        ttl_seconds = TTL_SECONDS if arrival.ttl_seconds is None else arrival.ttl_seconds
-        return self.shelf.reserve_handoff(
-            arrival.address,
-            arrival.header,
-            ttl_seconds=ttl_seconds,
-            wanted=self.handoffs.wanted(arrival.address),
-        )
-
-    def _room_came(self) -> None:
-        if not self._looking:
-            self._looking = True
-            self.loop.call_soon(self._look)
-
-    def _look(self) -> None:
-        self._looking = False
-        refused_bytes: int | None = None
-        for arrival in list(self._queue):
-            nbytes = arrival.header.nbytes
-            is_wanted = self.handoffs.wanted(arrival.address)
-            if not is_wanted and refused_bytes is not None and nbytes >= refused_bytes:
-                continue  # there was no room for a smaller one
-            if not self._try(arrival) and not is_wanted:
-                refused_bytes = nbytes
-
-    def _try(self, arrival: Arrival) -> bool:
-        """Returns whether it waits no longer."""
-        admitted = self._queue.get(arrival)
-        if admitted is None or admitted.done():
-            return True  # admitted, or dropped
-        try:
-            admitted.set_result(self._reserve(arrival))
-        except BufferFull:
-            return False
-        return True

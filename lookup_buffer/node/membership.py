@@ -47,6 +47,7 @@ VOID_MAX = 1000
 UNSEEN_MAX = 1000
 """Bound on the remembered boots without a beat. Others are judged dead one reading of the beats
 later."""
+WATCH_AGAIN_SECONDS = 0.25
 
 
 class Directory:
@@ -234,9 +235,6 @@ class Directory:
         """The number of live nodes, including this one once it beats."""
         now = self._clock()
         return sum(self._liveness.alive(*boot, now) for boot in self._liveness.boots())
-
-
-WATCH_AGAIN_SECONDS = 0.25
 
 
 class Pulse(Enum):

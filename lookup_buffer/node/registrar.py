@@ -57,16 +57,159 @@ from store import (
 AGAIN_PER_SECOND_FLEET = 20_000.0
 """Bound on rewrites by all nodes together: a fifth of what one server can take. Divided by the
 number of live nodes; but a walk of the inventory always ends before the next one begins."""
-
 WALK_PAUSE_SECONDS = 60.0
 """After a server was lost, all items are written again, at most this often: unstable connections
 must not keep the fleet rewriting."""
-
 BREAKER_SECONDS = 0.05
 """How often it is checked whether calls may be made again."""
 CLOSE_SECONDS = 5.0
 EXPIRED_MAX = 8
 """Dead nodes that are removed with one beat: every node does it, so a few are enough."""
+REST_SECONDS_MIN: Final = 2.0
+REST_SECONDS_MAX: Final = 5.0
+"""After its server returned, a task is late by at most this."""
+LATE_SECONDS = 10.0
+"""Every node with access to the store reads the list within two seconds."""
+PAGE: Final = 200
+"""So many items or changes are dealt with in one iteration of the loop: at most 6 ms measured."""
+AGAIN_SECONDS = 60.0
+"""A lasting failure is logged again after this time."""
+KINDS_MAX = 16
+"""At most this many different failures are logged within that time."""
+
+Errand = tuple[str, Callable[[], Awaitable[object]]]
+"""The text to log if it fails, and the task."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Troubles:
+    clock: Callable[[], float] = time.monotonic
+    _said_at: dict[str, float] = field(default_factory=dict)
+
+    def log(self, what: str, error: Exception) -> None:
+        """Log that `what` failed and why, unless it was logged recently."""
+        text = f"{what}: {error}"
+        if self._is_due(text):
+            _log.warning("%s", text)
+
+    def log_bug(self, what: str, error: Exception) -> None:
+        """As `log`, for an unexpected error; with its traceback."""
+        text = f"{what}: {error!r}; this is a bug, please report it"
+        if self._is_due(text):
+            _log.error("%s", text, exc_info=error)
+
+    @contextmanager
+    def logged(self, what: str, *kinds: type[Exception]) -> Iterator[None]:
+        """Continue after errors of these kinds, after logging them."""
+        try:
+            yield
+        except kinds as error:
+            self.log(what, error)
+
+    def _is_due(self, text: str) -> bool:
+        now = self.clock()
+        said = {said: at for said, at in self._said_at.items() if now - at < AGAIN_SECONDS}
+        self._said_at = said
+        if text in said or len(said) >= KINDS_MAX:
+            return False
+        said[text] = now
+        return True
+
+
+@dataclass(slots=True)
+class Errands:
+    troubles: Troubles
+    clock: Callable[[], float] = time.monotonic
+    _breakers: dict[str, Breaker] = field(default_factory=dict)
+    _turn: int = 0
+
+    async def run_until(self, due: float, errands: Sequence[Errand]) -> None:
+        """Run the tasks one after another until `due`; the next call continues after the last
+        one."""
+        for _ in errands:
+            await self.run(*errands[self._turn % len(errands)])
+            self._turn += 1
+            if self.clock() >= due:
+                return
+
+    async def run(self, trouble: str, errand: Callable[[], Awaitable[object]]) -> None:
+        """Run one task, unless it pauses. `trouble`: the text to log if it fails."""
+        breaker = self._breakers.get(trouble)
+        if breaker is None:
+            breaker = self._breakers[trouble] = Breaker(
+                self.clock,
+                failures_to_open=1,
+                open_seconds_min=REST_SECONDS_MIN,
+                open_seconds_max=REST_SECONDS_MAX,
+            )
+        if not breaker.allows():
+            return
+        try:
+            await errand()
+        except (StoreFull, StoreCorrupt) as error:  # its server answers: no pause
+            self.troubles.log(trouble, error)
+        except StoreError as error:
+            self.troubles.log(trouble, error)
+            breaker.failed()
+            return
+        except ConfigError:
+            raise  # the node must end
+        except Exception as error:  # noqa: BLE001 -- the publication must not depend on it
+            self.troubles.log_bug(trouble, error)
+            breaker.failed()
+            return
+        breaker.succeeded()
+
+    def wake(self) -> None:
+        """End all pauses: the store is new, or has lost its data."""
+        self._breakers.clear()
+
+
+@dataclass(slots=True)
+class Invalidations:
+    shelf: Shelf
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float] = time.time
+    _heard: dict[str, float] | None = None
+    """None until the list was read for the first time."""
+    _recent: dict[str, float] = field(default_factory=dict)
+    """By namespace: until when copies from other nodes are removed."""
+    _started_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._started_at = self.wall_clock()
+
+    async def apply(self, store: MetadataStore) -> None:
+        """Read the list and remove what it names.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        found, now = await store.invalidations(), self.clock()
+        for namespace, at in found.items():
+            if self._is_news(namespace, at):
+                _log.info(
+                    "namespace %s was invalidated: its items on this node are removed", namespace
+                )
+                await self._remove(self.shelf.items_of(namespace))
+                self._recent[namespace] = now + LATE_SECONDS
+        self._heard = found
+        for namespace, until in list(self._recent.items()):
+            await self._remove(self.shelf.items_of(namespace, fetched_only=True))
+            if now >= until:
+                del self._recent[namespace]
+
+    async def _remove(self, items: Sequence[Item]) -> None:
+        for start in range(0, len(items), PAGE):
+            self.shelf.remove_all(items[start : start + PAGE], GoneReason.INVALIDATED)
+            await asyncio.sleep(0)
+
+    def _is_news(self, namespace: str, at: float) -> bool:
+        if self._heard is None:  # older invalidations are of no concern: this node had no items
+            return at >= self._started_at
+        return self._heard.get(namespace) != at
 
 
 @dataclass(slots=True)
@@ -99,9 +242,9 @@ class Registrar:
     _dirty: DirtySet = field(init=False)
     _publisher: Publisher = field(init=False)
     _heartbeat: Heartbeat = field(init=False)
-    _invalidations: "Invalidations" = field(init=False)
-    _troubles: "Troubles" = field(init=False)
-    _errands: "Errands" = field(init=False)
+    _invalidations: Invalidations = field(init=False)
+    _troubles: Troubles = field(init=False)
+    _errands: Errands = field(init=False)
     _breaker: Breaker = field(init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _is_closing: bool = False
@@ -403,154 +546,3 @@ class Registrar:
             await store.leave(self.identity.node, self.identity.boot, reason="stopped")
         except StoreError:
             pass  # other nodes will detect that this one no longer beats
-
-
-REST_SECONDS_MIN: Final = 2.0
-REST_SECONDS_MAX: Final = 5.0
-"""After its server returned, a task is late by at most this."""
-
-Errand = tuple[str, Callable[[], Awaitable[object]]]
-"""The text to log if it fails, and the task."""
-
-
-@dataclass(slots=True)
-class Errands:
-    troubles: "Troubles"
-    clock: Callable[[], float] = time.monotonic
-    _breakers: dict[str, Breaker] = field(default_factory=dict)
-    _turn: int = 0
-
-    async def run_until(self, due: float, errands: Sequence[Errand]) -> None:
-        """Run the tasks one after another until `due`; the next call continues after the last
-        one."""
-        for _ in errands:
-            await self.run(*errands[self._turn % len(errands)])
-            self._turn += 1
-            if self.clock() >= due:
-                return
-
-    async def run(self, trouble: str, errand: Callable[[], Awaitable[object]]) -> None:
-        """Run one task, unless it pauses. `trouble`: the text to log if it fails."""
-        breaker = self._breakers.get(trouble)
-        if breaker is None:
-            breaker = self._breakers[trouble] = Breaker(
-                self.clock,
-                failures_to_open=1,
-                open_seconds_min=REST_SECONDS_MIN,
-                open_seconds_max=REST_SECONDS_MAX,
-            )
-        if not breaker.allows():
-            return
-        try:
-            await errand()
-        except (StoreFull, StoreCorrupt) as error:  # its server answers: no pause
-            self.troubles.log(trouble, error)
-        except StoreError as error:
-            self.troubles.log(trouble, error)
-            breaker.failed()
-            return
-        except ConfigError:
-            raise  # the node must end
-        except Exception as error:  # noqa: BLE001 -- the publication must not depend on it
-            self.troubles.log_bug(trouble, error)
-            breaker.failed()
-            return
-        breaker.succeeded()
-
-    def wake(self) -> None:
-        """End all pauses: the store is new, or has lost its data."""
-        self._breakers.clear()
-
-
-LATE_SECONDS = 10.0
-"""Every node with access to the store reads the list within two seconds."""
-PAGE: Final = 200
-"""So many items or changes are dealt with in one iteration of the loop: at most 6 ms measured."""
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Invalidations:
-    shelf: Shelf
-    clock: Callable[[], float]
-    wall_clock: Callable[[], float] = time.time
-    _heard: dict[str, float] | None = None
-    """None until the list was read for the first time."""
-    _recent: dict[str, float] = field(default_factory=dict)
-    """By namespace: until when copies from other nodes are removed."""
-    _started_at: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._started_at = self.wall_clock()
-
-    async def apply(self, store: MetadataStore) -> None:
-        """Read the list and remove what it names.
-
-        Raises:
-            StoreError: the store did not answer.
-        """
-        found, now = await store.invalidations(), self.clock()
-        for namespace, at in found.items():
-            if self._is_news(namespace, at):
-                _log.info(
-                    "namespace %s was invalidated: its items on this node are removed", namespace
-                )
-                await self._remove(self.shelf.items_of(namespace))
-                self._recent[namespace] = now + LATE_SECONDS
-        self._heard = found
-        for namespace, until in list(self._recent.items()):
-            await self._remove(self.shelf.items_of(namespace, fetched_only=True))
-            if now >= until:
-                del self._recent[namespace]
-
-    async def _remove(self, items: Sequence[Item]) -> None:
-        for start in range(0, len(items), PAGE):
-            self.shelf.remove_all(items[start : start + PAGE], GoneReason.INVALIDATED)
-            await asyncio.sleep(0)
-
-    def _is_news(self, namespace: str, at: float) -> bool:
-        if self._heard is None:  # older invalidations are of no concern: this node had no items
-            return at >= self._started_at
-        return self._heard.get(namespace) != at
-
-
-AGAIN_SECONDS = 60.0
-"""A lasting failure is logged again after this time."""
-KINDS_MAX = 16
-"""At most this many different failures are logged within that time."""
-
-
-@dataclass(slots=True)
-class Troubles:
-    clock: Callable[[], float] = time.monotonic
-    _said_at: dict[str, float] = field(default_factory=dict)
-
-    def log(self, what: str, error: Exception) -> None:
-        """Log that `what` failed and why, unless it was logged recently."""
-        text = f"{what}: {error}"
-        if self._is_due(text):
-            _log.warning("%s", text)
-
-    def log_bug(self, what: str, error: Exception) -> None:
-        """As `log`, for an unexpected error; with its traceback."""
-        text = f"{what}: {error!r}; this is a bug, please report it"
-        if self._is_due(text):
-            _log.error("%s", text, exc_info=error)
-
-    @contextmanager
-    def logged(self, what: str, *kinds: type[Exception]) -> Iterator[None]:
-        """Continue after errors of these kinds, after logging them."""
-        try:
-            yield
-        except kinds as error:
-            self.log(what, error)
-
-    def _is_due(self, text: str) -> bool:
-        now = self.clock()
-        said = {said: at for said, at in self._said_at.items() if now - at < AGAIN_SECONDS}
-        self._said_at = said
-        if text in said or len(said) >= KINDS_MAX:
-            return False
-        said[text] = now
-        return True
