@@ -2,10 +2,10 @@
 
 An address is in it once, however often it changed: the publisher writes what the arena holds at
 that moment. Hand-offs that became available come first, since their producers and perhaps their
-takers wait; then other new changes. Rewrites (a walk of the inventory, a store that lost its data)
-come last and at a bounded rate. Changes whose server of a cluster was not reached are held apart
-by server until `retry`, so that they do not delay the others. `registrar` adds from any thread;
-`publisher` takes on the loop's.
+takers wait; then other new changes, those of a sequence together. Rewrites (a walk of the
+inventory, a store that lost its data) come last and at a bounded rate. Changes whose server of a
+cluster was not reached are held apart by server until `retry`, so that they do not delay the
+others. `registrar` adds from any thread; `publisher` takes on the loop's.
 """
 
 import math
@@ -19,6 +19,10 @@ from store import Location
 
 BATCH = 64
 """Changes in one round trip: at most a millisecond of the server's time."""
+TOGETHER_SECONDS = 0.001
+"""After a batch, new changes that are fewer than a batch wait so long for more of them: a round
+trip for each would take as long as the insert that caused it. The first change after a pause does
+not wait."""
 AGAIN_PER_SECOND_MAX = 2000.0
 """Bound on rewrites by one node: a tenth of what the whole fleet may cost a server."""
 FRESH_MAX = 1_000_000
@@ -71,10 +75,14 @@ class DirtySet:
         self._held: dict[str, dict[QualifiedKey, Change]] = {}
         """By server, see `hold`: not due before `retry`."""
         self._recent: dict[QualifiedKey, tuple[float, Change]] = {}
+        self._taken_at = -math.inf
+        """When new changes were taken last."""
 
-    def add(self, change: Change) -> None:
+    def add(self, change: Change) -> bool:
+        """Returns whether `wait_seconds` may be shorter now."""
         with self._lock:
             self._add(change)
+            return bool(self._urgent) or len(self._fresh) in (1, BATCH)
 
     def walk(self, addresses: Sequence[QualifiedKey], per_second: float) -> None:
         """Write `addresses` again, in this order and at most `per_second`.
@@ -99,6 +107,8 @@ class DirtySet:
             fresh = _pop_first(self._urgent, most)
             fresh += _pop_first(self._fresh, most - len(fresh))
             self._forget_old()
+            if fresh:
+                self._taken_at = self._clock()
             for change in fresh:
                 self._recent.pop(change.address, None)
                 written = Change(change.address, change.reason, paced=True)
@@ -150,12 +160,16 @@ class DirtySet:
             return len(self._held.get(place, ()))
 
     def wait_seconds(self) -> float | None:
-        """Seconds until `take` returns enough for a round trip; None if the set is empty."""
+        """Seconds until what `take` returns is worth a round trip; None if the set is empty."""
         with self._lock:
-            if self._urgent or self._fresh:
+            if self._urgent or len(self._fresh) >= BATCH:
                 return 0.0
-            again = self._count_again()
-            return self._pace.wait_seconds(again) if again else None
+            waits = []
+            if self._fresh:
+                waits.append(max(0.0, self._taken_at + TOGETHER_SECONDS - self._clock()))
+            if again := self._count_again():
+                waits.append(self._pace.wait_seconds(again))
+            return min(waits, default=None)
 
     def __len__(self) -> int:
         """What is in two walks counts twice."""

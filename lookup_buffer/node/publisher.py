@@ -56,7 +56,7 @@ class Publisher:
     """The device location beside a copy."""
 
     async def write(self, store: MetadataStore, *, until: float) -> set[str]:
-        """Write what is due: at least one batch, and further ones until the next beat.
+        """Write at least one batch, and further ones that are due, until the next beat.
 
         Returns the servers of a cluster that were not reached; their changes are held until
         `DirtySet.retry`.
@@ -72,7 +72,7 @@ class Publisher:
                 self.dirty.put_back(changes)
                 raise
             places |= self.dirty.hold(unreached, lambda address: store.place_of(*address))
-            if self.clock() >= until:
+            if self.clock() >= until or self.dirty.wait_seconds() != 0.0:
                 break
             await asyncio.sleep(0)  # a store that is not reached may fail at once
         return places

@@ -250,6 +250,8 @@ class Registrar:
     _is_closing: bool = False
     _namespaces: dict[str, dict[str, str]] = field(default_factory=dict)
     _undescribed: set[str] = field(default_factory=set)
+    _must_describe: bool = False
+    """One of them is new: not to be left until the next beat."""
     _task: asyncio.Task[None] | None = None
     _thread_id: int = field(default_factory=threading.get_ident)
     """The loop's."""
@@ -293,7 +295,8 @@ class Registrar:
         """
         if reason in REMOVAL_REASONS:
             self.counters.add(reason)
-        self._dirty.add(Change(address, reason, claim_token, void))
+        if not self._dirty.add(Change(address, reason, claim_token, void)):
+            return
         if threading.get_ident() == self._thread_id:
             self._wake.set()
         else:
@@ -304,6 +307,7 @@ class Registrar:
         if self._namespaces.get(fingerprint) != parts:
             self._namespaces[fingerprint] = parts
             self._undescribed.add(fingerprint)
+            self._must_describe = True
             self._wake.set()
 
     def ask_for_devices(self, device_of: Callable[[Item, str], DeviceLocation | None]) -> None:
@@ -369,6 +373,7 @@ class Registrar:
             self._beat_at = began + self._heartbeat.pause_seconds()
             retried = self._dirty.retry()
         if self._heartbeat.established:
+            self._must_describe = False
             for namespace in list(self._undescribed):
                 trouble = f"the description of namespace {namespace} was not written; retried"
                 await self._errands.run(trouble, partial(self._describe, store, namespace))
@@ -395,20 +400,23 @@ class Registrar:
             self._troubles.log_bug(trouble, error)
 
     async def _wait(self) -> None:
-        seconds = self._beat_at - self.clock()
-        due = self._dirty.wait_seconds()
-        if not self._breaker.allows():
-            seconds = BREAKER_SECONDS
-        elif self._heartbeat.established and due is not None:
-            seconds = min(seconds, due)
-        until = self.clock() + seconds
-        while (left := until - self.clock()) > 0 and not self._is_closing:
+        """Until the next beat, or until changes are due."""
+        while (seconds := self._wait_seconds()) > 0 and not self._is_closing:
             with suppress(TimeoutError):
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(seconds):
                     await self._wake.wait()
             self._wake.clear()
-            if self._heartbeat.established and self._breaker.allows():
-                return  # otherwise changes do not end the wait
+
+    def _wait_seconds(self) -> float:
+        if not self._breaker.allows():
+            return BREAKER_SECONDS
+        until_beat = self._beat_at - self.clock()
+        if not self._heartbeat.established:
+            return until_beat  # changes do not end the wait
+        if self._must_describe:
+            return 0.0
+        due = self._dirty.wait_seconds()
+        return until_beat if due is None else min(until_beat, due)
 
     async def _beat(self, store: MetadataStore, began: float) -> None:
         self.shelf.remove_expired()
@@ -542,6 +550,7 @@ class Registrar:
             return
         try:
             store = await self.storage.store()
+            await self._publisher.write(store, until=self._beat_at)
             await self._flush(store)
             await store.leave(self.identity.node, self.identity.boot, reason="stopped")
         except StoreError:

@@ -1,5 +1,6 @@
 """The publisher: the contents of the shelf reach the store in batches, despite any fault."""
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +10,7 @@ import pytest
 from awaited import at_once, awaited
 from clusters import ValkeyCluster, slot_of
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.dirty_set import BATCH, Change, DirtySet
+from lookup_buffer.node.dirty_set import BATCH, TOGETHER_SECONDS, Change, DirtySet
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.publisher import Publisher, Report
@@ -72,7 +73,12 @@ class Bench:
         self.dirty.add(Change((self.namespace, key), "", token))
 
     def write(self) -> set[str]:
-        return at_once(self.publisher.write(awaited(self.store), until=self.clock.now + 1e9))
+        """All batches that are full, and then what waits for more of its kind."""
+        servers: set[str] = set()
+        for _ in range(2):
+            servers |= at_once(self.publisher.write(awaited(self.store), until=math.inf))
+            self.clock.now += TOGETHER_SECONDS
+        return servers
 
     def pass_seconds(self, seconds: int, *beating: str) -> None:
         for _ in range(seconds):

@@ -2,7 +2,13 @@
 
 import time
 
-from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, BATCH, Change, DirtySet
+from lookup_buffer.node.dirty_set import (
+    AGAIN_PER_SECOND_MAX,
+    BATCH,
+    TOGETHER_SECONDS,
+    Change,
+    DirtySet,
+)
 
 
 class Clock:
@@ -42,6 +48,25 @@ def test_hand_offs_that_appeared_come_first() -> None:
     dirty.put_back(taken)
     dirty.add(of("second@r", "taken"))
     assert keys(dirty.take()) == ["first@r", "gone@r", "b", "a", "second@r"]
+
+
+def test_changes_of_a_sequence_are_due_together() -> None:
+    """The first at once; then a batch that is full, a hand-off, or what has waited."""
+    clock = Clock()
+    dirty = DirtySet(clock)
+    assert dirty.add(of("first"))
+    assert dirty.wait_seconds() == 0.0
+    dirty.take()
+    assert dirty.add(of("0"))
+    assert [dirty.add(of(str(n))) for n in range(1, BATCH)] == [*[False] * (BATCH - 2), True]
+    assert dirty.wait_seconds() == 0.0
+    dirty.take(1)
+    assert dirty.wait_seconds() != 0.0
+    clock.now += 2 * TOGETHER_SECONDS
+    assert dirty.wait_seconds() == 0.0
+    dirty.take(1)
+    assert dirty.add(of("hand-off@r"))
+    assert dirty.wait_seconds() == 0.0
 
 
 def test_held_changes_are_due_when_they_are_retried() -> None:
