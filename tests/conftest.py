@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from hypothesis_profiles import load_profile
+from hypothesis_profiles import build_character_table, load_profile
 from leaks import LeakGuard
 from patience import Standstills, scaled, slowness
 
@@ -92,6 +92,11 @@ def pytest_configure(config: pytest.Config) -> None:
         # So a shell starts what it puts into the background, and so would every command that a test
         # interrupts, as its child.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(trylast=True)  # not before Hypothesis' own
+def pytest_sessionstart() -> None:
+    build_character_table()
 
 
 def _watched_standstills(config: pytest.Config) -> Standstills:

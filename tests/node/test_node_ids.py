@@ -150,7 +150,7 @@ def test_after_a_loss_the_inventory_comes_back_at_its_pace_and_fresh_keys_at_onc
             found = store.locate(NAMESPACE, [name.text for name in names])
             return sum(record is not None for record in found)
 
-        assert published() == items
+        wait_until(lambda: published() == items, 20.0)
         flush(server.url)
         wait_until(lambda: published() > 0, 5.0)
         before, started = published(), time.monotonic()

@@ -7,6 +7,7 @@ says by `examples` how many it needs of the usual 100.
 import os
 
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 
 ENVIRONMENT = "HYPOTHESIS_PROFILE"
 FACTORS = {"quick": 0.25, "long": 5.0}
@@ -24,6 +25,12 @@ def load_profile() -> None:
             suppress_health_check=[HealthCheck.too_slow],
         )
     settings.load_profile(profile())
+
+
+def build_character_table() -> None:
+    """In a new clone Hypothesis builds it once, which takes seconds. Call it before the workers
+    start: else the first test with a text pays for it."""
+    st.characters(codec="utf-8").validate()
 
 
 def examples(usual: int) -> int:
