@@ -295,13 +295,17 @@ class BlockingStore(Blocking):
     server_info = blocking(BrowsableStore.server_info)
     ping = blocking(BrowsableStore.ping)
 
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """The result of a coroutine that uses `store`, or `browsed`."""
+        return self._runner.run(coroutine)
+
     @property
     def browsable(self) -> bool:
         """Whether it is a BrowsableStore."""
         return isinstance(self.store, BrowsableStore)
 
     def scan(self, namespace: str | None = None, *, limit: int | None = None) -> Iterator[Record]:
-        return self._runner.iterate(self._browsable().scan(namespace, limit=limit))
+        return self._runner.iterate(self.browsed.scan(namespace, limit=limit))
 
     def place_of(self, namespace: str, key: str) -> str:
         return self.store.place_of(namespace, key)
@@ -310,20 +314,22 @@ class BlockingStore(Blocking):
         return self.store.failovers()
 
     def traces(self) -> "BlockingTraces":
-        traces = self._browsable().traces()
+        traces = self.browsed.traces()
         if traces is None:
             raise StoreNotBrowsable(self.store, "it keeps no history of keys")
         return BlockingTraces(traces, self._runner)
 
     def inspection(self) -> "BlockingInspection | None":
-        inspection = self._browsable().inspection()
+        inspection = self.browsed.inspection()
         return None if inspection is None else BlockingInspection(inspection, self._runner)
 
     def close(self) -> None:
         """Close all connections. Idempotent. Pending calls end with StoreUnavailable."""
         self._runner.close(self.store.close())
 
-    def _browsable(self) -> BrowsableStore:
+    @property
+    def browsed(self) -> BrowsableStore:
+        """The store itself. Raises StoreNotBrowsable: it has only what nodes need."""
         if not isinstance(self.store, BrowsableStore):
             raise StoreNotBrowsable(self.store)
         return self.store

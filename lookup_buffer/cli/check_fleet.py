@@ -20,8 +20,8 @@ LOOPBACK = ("127.", "localhost", "[::1]")
 
 def fleet_checks(store: BlockingStore, token: str | None) -> Iterator[Check]:
     """Checks of the nodes with a heartbeat. Reads heartbeats for 2 s at most."""
-    monitor = HeartbeatMonitor(store)
-    monitor.wait()
+    monitor = store.run(HeartbeatMonitor.begin(store.store))
+    store.run(monitor.wait())
     alive = [node for node in monitor.last if monitor.alive(node)]
     silent = sorted(monitor.last.keys() - set(alive))
     infos = list(store.node_infos(alive).values())

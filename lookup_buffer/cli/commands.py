@@ -1,7 +1,8 @@
 """The group of all commands, one module each; `demo`; the options for shell completion.
 
-The start must be cheap: modules of this package import at their top only what `--help` needs. A
-command imports the rest (pydantic, rich, and the driver behind `store`) inside its function.
+The start must be cheap: only the module of the command that runs is imported, and at its top it
+imports only what `--help` needs. It imports the rest (pydantic, rich, and the driver behind
+`store`) inside its function.
 
 Shell completion: the script for a shell is printed, or written to where the shell finds it. The
 script runs the command itself for proposals, controlled by environment variables: see click.
@@ -10,6 +11,7 @@ script runs the command itself for proposals, controlled by environment variable
 installed wheel does not.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -18,17 +20,7 @@ from typing import Final
 
 import click
 
-from lookup_buffer.cli.bench import bench
-from lookup_buffer.cli.doctor import doctor
 from lookup_buffer.cli.exits import Commands
-from lookup_buffer.cli.invalidate import invalidate
-from lookup_buffer.cli.ls import ls
-from lookup_buffer.cli.nodes import nodes
-from lookup_buffer.cli.serve import serve
-from lookup_buffer.cli.show import show
-from lookup_buffer.cli.stats import stats
-from lookup_buffer.cli.top import top
-from lookup_buffer.cli.why import why
 from lookup_buffer.inspection.access import CommandError, ExitCode
 
 __all__ = ["app"]
@@ -158,7 +150,25 @@ def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
         context.exit()
 
 
-@click.group("lookup-buffer", cls=Commands, help=_HELP)
+class _CommandsByName(Commands):
+    """Imports the module of a command when it is needed; a module has the name of its command."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_NAMES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _NAMES and cmd_name not in self.commands:
+            module = importlib.import_module(f"lookup_buffer.cli.{cmd_name}")
+            self.add_command(getattr(module, cmd_name))
+        return super().get_command(ctx, cmd_name)
+
+
+_NAMES: Final = (
+    "serve", "demo", "ls", "show", "why", "stats", "top", "nodes", "doctor", "bench", "invalidate",
+)  # fmt: skip
+
+
+@click.group("lookup-buffer", cls=_CommandsByName, help=_HELP)
 @click.option(
     "--version",
     is_flag=True,
@@ -172,5 +182,4 @@ def app() -> None:
     pass
 
 
-for _command in (serve, demo, ls, show, why, stats, top, nodes, doctor, bench, invalidate):
-    app.add_command(_command)
+app.add_command(demo)

@@ -28,10 +28,6 @@ from store import (
 class Commands(click.Group):
     """Turns an expected error of a command into one line and an exit code, without a traceback."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands in the order in which they were added, not by name."""
-        return list(self.commands)
-
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         """Parse the options. Options that print something and end (--help, --version) act here."""
         with _errors_as_one_line():

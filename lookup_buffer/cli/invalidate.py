@@ -44,8 +44,8 @@ def invalidate(
         count = store.clear(space)
         silent: set[str] = set()
         for _ in range(BEATS):
-            monitor = HeartbeatMonitor(store)
-            monitor.wait()
+            monitor = store.run(HeartbeatMonitor.begin(store.store))
+            store.run(monitor.wait())
             silent |= {node for node, beat in monitor.last.items() if not monitor.alive(node)}
         count += store.clear(space)  # records that a node wrote before it read the mark
     if json:

@@ -148,7 +148,8 @@ class _Listing:
 
     def __init__(self, store: BlockingStore, wanted: RecordFilter, limit: int) -> None:
         self.truncated = False
-        self._monitor = HeartbeatMonitor(store)
+        self._store = store
+        self._monitor = store.run(HeartbeatMonitor.begin(store.store))
         self._checked: set[str] = set()
         self._pages = self._limited(pages_of(store, wanted), limit)
 
@@ -187,7 +188,7 @@ class _Listing:
             records.sort(key=lambda record: (record.namespace, -record.created))
             holders = nodes_of(records) - self._checked
             self._checked |= holders
-            self._monitor.wait_unless_fresh(holders)
+            self._store.run(self._monitor.wait_unless_fresh(holders))
             yield Page(records, page.hits)
             if self.truncated:
                 return

@@ -1,6 +1,7 @@
 """`lookup-buffer nodes`: the nodes of the fleet, which are alive, and how full they are.
 
-Reads the store only, on the main thread; reads heartbeats for 2 s at most.
+Reads the store only, on the main thread. A node is alive if its description is younger than 2 s.
+Where none is, heartbeats are read for 2 s at most.
 """
 
 from dataclasses import asdict, fields
@@ -31,8 +32,8 @@ def nodes(
     """
     access = store_access(store_url, store_password_file, directory)
     with opened_store(access, "nodes", browsed=False) as store:
-        monitor = HeartbeatMonitor(store)
-        monitor.wait()
+        monitor = store.run(HeartbeatMonitor.begin(store.store))
+        store.run(monitor.wait_unless_fresh(sorted(monitor.last)))
         infos = store.node_infos(sorted(monitor.last))
     found = [
         _facts(node, beat, infos.get(node), monitor.alive(node))

@@ -53,7 +53,7 @@ def show(
     """
     access = store_access(store_url, store_password_file, directory)
     with opened_store(access, "show") as store:
-        monitor = HeartbeatMonitor(store)
+        monitor = store.run(HeartbeatMonitor.begin(store.store))
         described = store.namespaces()
         spaces = {
             fingerprint: parts
@@ -63,7 +63,7 @@ def show(
         records = _find(store, key, namespace or "", sorted(spaces))
         gone = _reasons(store, key, sorted(spaces)) if not records else {}
         hits = hits_of(store, records)
-        monitor.wait(nodes_of(records))
+        store.run(monitor.wait(nodes_of(records)))
     shown = [
         {
             **to_json(record, hits[record.namespace, record.key], monitor),

@@ -73,9 +73,9 @@ def top(
 
 def _watch_once(store: BlockingStore, seconds: float) -> Activity:
     spaces = _namespaces(store)
-    first = take_sample(store, store.traces(), spaces, time.monotonic())
+    first = store.run(take_sample(store.browsed, spaces, time.monotonic()))
     time.sleep(seconds)
-    return Activity(first, take_sample(store, store.traces(), spaces, time.monotonic()))
+    return Activity(first, store.run(take_sample(store.browsed, spaces, time.monotonic())))
 
 
 def _watch(store: BlockingStore, interval: float) -> None:
@@ -90,7 +90,7 @@ def _watch(store: BlockingStore, interval: float) -> None:
             try:
                 if now >= scan_at:
                     spaces, scan_at = _namespaces(store), now + NAMESPACES_SECONDS
-                samples.append(take_sample(store, store.traces(), spaces, now))
+                samples.append(store.run(take_sample(store.browsed, spaces, now)))
             except StoreUnavailable as error:  # try again: the store may come back
                 samples.clear()
                 live.update(Text(shown(str(error))), refresh=True)

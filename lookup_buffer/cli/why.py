@@ -38,7 +38,7 @@ def why(
     """
     access = store_access(store_url, store_password_file, directory)
     with opened_store(access, "why") as store:
-        history = history_of(store, key, namespace or "")
+        history = store.run(history_of(store.browsed, key, namespace or ""))
     findings = list(history.findings())
     found = any(one.code in PRESENT for one in findings)
     if json:

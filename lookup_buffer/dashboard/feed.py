@@ -1,23 +1,21 @@
 """The feed of the page: samples of the fleet each second while a page is open, and `why`.
 
-The fleet is sampled from the page's first request until LINGER_SECONDS after the last one. Blocking
-work has threads with a lower priority than engines and node. The rest runs on the process' loop.
+The fleet is sampled from the page's first request until LINGER_SECONDS after the last one. All of
+it runs on the process' loop.
 """
 
 import asyncio
 import json
 import logging
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 from lookup_buffer.dashboard.fleet import FleetSampler, explain, store_error_text
 from lookup_buffer.errors import LookupBufferError
-from store import BlockingStore, StoreError
+from store import BrowsableStore, MetadataStore, StoreError, StoreNotBrowsable
 
 INTERVAL_SECONDS = 1.0
 """Time between two samples. Nodes write their heartbeats and counters once a second."""
@@ -32,10 +30,9 @@ QUIET_SECONDS = 5.0
 """After this long without an event a comment is sent, to detect a client's disconnection."""
 AGAIN_SECONDS = 2.0
 """Pause after a bug in sampling."""
-NICENESS = 10
 _log = logging.getLogger(__name__)
 
-OpenStore = Callable[[], BlockingStore]
+OpenStore = Callable[[], MetadataStore]
 
 
 class TooMany(Exception):
@@ -43,16 +40,13 @@ class TooMany(Exception):
 
 
 class Feed:
-    """Used on one loop, except for `open_store`, which a thread calls for the first page."""
+    """Opens the store by `open_store` for the first page."""
 
     def __init__(self, node: str, open_store: OpenStore) -> None:
         self._node = node
         self._open_store = open_store
-        self._store: BlockingStore | None = None
-        self._opening = threading.Lock()
-        self._sampling = _low_priority(1, "sample")
-        self._scanning = _low_priority(1, "namespaces")
-        self._answering = _low_priority(QUESTIONS_AT_ONCE, "question")
+        self._store: MetadataStore | None = None
+        self._answering = asyncio.Semaphore(QUESTIONS_AT_ONCE)
         self._watchers = 0
         self._questions = 0
         self._used_at = -LINGER_SECONDS
@@ -100,21 +94,13 @@ class Feed:
         if self._questions >= QUESTIONS_MAX:
             raise TooMany(f"{QUESTIONS_MAX} requests are in flight; try again in a moment")
         self._questions += 1
-        asked = self._answering.submit(self._explain, key, namespace)
-        loop = asyncio.get_running_loop()
-        asked.add_done_callback(lambda _: loop.call_soon_threadsafe(self._answered))
-        return await asyncio.wrap_future(asked)
-
-    def _answered(self) -> None:
-        """A thread is free again, whether somebody still waited for the answer or not."""
-        self._questions -= 1
-
-    def _explain(self, key: str, namespace: str) -> dict[str, Any]:
         try:
-            store = self._opened()
-        except (StoreError, LookupBufferError) as error:
+            async with self._answering:
+                return await explain(self._opened(), key, namespace)
+        except (StoreError, LookupBufferError) as error:  # it was not opened
             return {"key": key, "problem": str(error)}
-        return explain(store, key, namespace)
+        finally:
+            self._questions -= 1
 
     async def run(self) -> None:
         """Sample whenever a page is open. Never returns."""
@@ -137,12 +123,14 @@ class Feed:
 
     async def _sample_while_used(self) -> None:
         loop = asyncio.get_running_loop()
-        store = await loop.run_in_executor(self._sampling, self._opened)
-        sampler = FleetSampler(store, self._scanning)
+        with closing(FleetSampler(self._opened())) as sampler:
+            await self._sample(sampler, loop)
+
+    async def _sample(self, sampler: FleetSampler, loop: asyncio.AbstractEventLoop) -> None:
         due = loop.time()
         while self._is_wanted():
             try:
-                update = await loop.run_in_executor(self._sampling, sampler.sample)
+                update = await sampler.sample()
             except StoreError as error:  # try again: the store may come back
                 self._tell(b"trouble", _json(store_error_text(error)))
             else:
@@ -153,19 +141,17 @@ class Feed:
             due = max(due + INTERVAL_SECONDS, loop.time())
             await asyncio.sleep(due - loop.time())
 
-    def close(self) -> None:
-        """End the threads, once each has ended its work, and the store."""
-        for pool in (self._sampling, self._scanning, self._answering):
-            pool.shutdown(cancel_futures=True)
+    async def close(self) -> None:
         if self._store is not None:
-            self._store.close()
+            await self._store.close()
 
-    def _opened(self) -> BlockingStore:
-        """On a thread: the store, opened once."""
-        with self._opening:
-            if self._store is None:
-                self._store = self._open_store()
-            return self._store
+    def _opened(self) -> BrowsableStore:
+        """The store, opened once. Raises StoreNotBrowsable: it has only what nodes need."""
+        if self._store is None:
+            self._store = self._open_store()
+        if not isinstance(self._store, BrowsableStore):
+            raise StoreNotBrowsable(self._store)
+        return self._store
 
     def _is_wanted(self) -> bool:
         return bool(self._watchers) or time.monotonic() - self._used_at < LINGER_SECONDS
@@ -178,13 +164,6 @@ class Feed:
         self._last = b"event: %b\ndata: %b\n\n" % (kind, text)
         news, self._news = self._news, asyncio.Event()
         news.set()
-
-
-def _low_priority(threads: int, name: str) -> ThreadPoolExecutor:
-    def yield_to_engines() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-    return ThreadPoolExecutor(threads, name, initializer=yield_to_engines)
 
 
 def _text_of(error: Exception) -> str:

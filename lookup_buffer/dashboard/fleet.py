@@ -1,28 +1,27 @@
 """The fleet as the page shows it, sampled each second from the store only.
 
 Counters are given as differences since the last sample (`point`), which the page sums over its
-window, and as totals (`now`). One thread uses `FleetSampler`; it scans for namespaces on the
-executor that it is given. `explain` returns the findings of `why` for the page, or the error that
-the command would print; any thread may call it. It must not depend on HTTP or the page.
+window, and as totals (`now`). `explain` returns the findings of `why` for the page, or the error
+that the command would print. It must not depend on HTTP or the page.
 """
 
+import asyncio
+import logging
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Mapping
-from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lookup_buffer.dashboard.metrics import FAMILIES
 from lookup_buffer.errors import InvalidKey
-from lookup_buffer.inspection.access import CommandError
+from lookup_buffer.inspection.access import CommandError, traces_of
 from lookup_buffer.inspection.findings import IN_PROGRESS, PRESENT, Finding
 from lookup_buffer.inspection.history import Activity, Address, Sample, history_of, take_sample
 from lookup_buffer.node.counters import MISS_REASONS
 from lookup_buffer.node.liveness import Liveness
 from lookup_buffer.times import DEAD_AFTER_SECONDS
-from store import BlockingStore, StoreError, StoreRefused, StoreUnavailable
+from store import BrowsableStore, StoreError, StoreRefused, StoreUnavailable
 from store.record import SAFE_NAME
 
 RATE_SECONDS = 10
@@ -43,6 +42,7 @@ TRANSFERS = _SERIES["transfer_bytes"]
 """The counter of transferred bytes, by direction and pipe."""
 HITS = tuple(_SERIES["hits"].values())
 HIT_BYTES = tuple(_SERIES["hit_bytes"].values())
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,10 @@ class PageUpdate:
 
 
 class FleetSampler:
-    """Samples the fleet; keeps the samples of the last minute. Used by one thread."""
+    """Samples the fleet; keeps the samples of the last minute. Whoever made it calls `close`."""
 
-    def __init__(self, store: BlockingStore, scanner: Executor) -> None:
+    def __init__(self, store: BrowsableStore) -> None:
         self._store = store
-        self._scanner = scanner
         self._samples: deque[Sample] = deque(maxlen=HOT_SECONDS + 1)
         self._liveness = Liveness()
         self._first: dict[str, tuple[str, int]] = {}
@@ -70,10 +69,10 @@ class FleetSampler:
         self._gone: dict[str, float] = {}
         """Nodes that left, and when that was found (clock of the samples, seconds)."""
         self._spaces: list[str] = []
-        self._scan: Future[tuple[list[str], float]] | None = None
+        self._scan: asyncio.Task[tuple[list[str], float]] | None = None
         self._scan_at = 0.0
 
-    def sample(self) -> PageUpdate:
+    async def sample(self) -> PageUpdate:
         """Take a sample: the present state, and what was counted since the last one.
 
         Raises:
@@ -81,8 +80,8 @@ class FleetSampler:
         """
         self._scan_namespaces()
         began = time.monotonic()
-        sample = take_sample(self._store, self._store.traces(), self._spaces, began)
-        ages = self._store.node_ages(sorted(sample.beats))
+        sample = await take_sample(self._store, self._spaces, began)
+        ages = await self._store.node_ages(sorted(sample.beats))
         read_seconds = time.monotonic() - began
         self._observe(sample, ages)
         before = self._samples[-1] if self._samples else None
@@ -91,7 +90,7 @@ class FleetSampler:
         now = {
             "at": round(time.time(), 3),
             "asked_seconds": round(read_seconds, 4),
-            "nodes": self._nodes(sample, ages) + self._departed(sample),
+            "nodes": self._nodes(sample, ages) + await self._departed(sample),
             "hits": _hits(totals),
             "hit_bytes": sum(totals[name] for name in HIT_BYTES),
             "misses": _misses(totals),
@@ -100,6 +99,10 @@ class FleetSampler:
             "hottest": self._hottest(sample),
         }
         return PageUpdate(now, None if before is None else _point(Activity(before, sample), now))
+
+    def close(self) -> None:
+        if self._scan is not None:
+            self._scan.cancel()
 
     # -- nodes
 
@@ -146,10 +149,10 @@ class FleetSampler:
             )
         return found
 
-    def _departed(self, sample: Sample) -> list[dict[str, Any]]:
+    async def _departed(self, sample: Sample) -> list[dict[str, Any]]:
         if not self._gone:
             return []
-        departures = self._store.traces().departures(sorted(self._gone))
+        departures = await traces_of(self._store).departures(sorted(self._gone))
         return [
             {
                 "node": node,
@@ -204,7 +207,7 @@ class FleetSampler:
         """Start a scan for namespaces if one is due, or take the result of a finished one."""
         if self._scan is None:
             if time.monotonic() >= self._scan_at:
-                self._scan = self._scanner.submit(_namespaces, self._store)
+                self._scan = asyncio.create_task(_namespaces(self._store))
             return
         if self._scan.done():
             scan, self._scan = self._scan, None
@@ -213,9 +216,9 @@ class FleetSampler:
             self._scan_at += took_seconds / SCAN_SHARE
 
 
-def _namespaces(store: BlockingStore) -> tuple[list[str], float]:
+async def _namespaces(store: BrowsableStore) -> tuple[list[str], float]:
     began = time.monotonic()
-    names = sorted(name for name in store.namespaces() if SAFE_NAME.match(name))
+    names = sorted(name for name in await store.namespaces() if SAFE_NAME.match(name))
     return names, time.monotonic() - began
 
 
@@ -250,17 +253,17 @@ def _is_fresh(age_seconds: float | None) -> bool:
     return age_seconds is not None and age_seconds <= DEAD_AFTER_SECONDS
 
 
-def explain(store: BlockingStore, key: str, namespace: str) -> dict[str, Any]:
+async def explain(store: BrowsableStore, key: str, namespace: str) -> dict[str, Any]:
     """The findings of `key`, or the error under `problem`; never raises."""
     try:
-        history = history_of(store, key, namespace)
+        history = await history_of(store, key, namespace)
         findings = list(history.findings())
     except (CommandError, InvalidKey, ValueError) as error:
         return {"key": key, "problem": str(error)}
     except StoreError as error:
         return {"key": key, "problem": store_error_text(error)}
-    except Exception:  # noqa: BLE001 -- top of a thread: a bug of ours must not keep the page waiting
-        traceback.print_exc()  # stderr goes into the node's log
+    except Exception:  # noqa: BLE001 -- a bug of ours must not keep the page waiting
+        _log.exception("a question of the page failed: this is a bug, please report it")
         return {"key": key, "problem": "the question failed; see the node's log"}
     return {
         "key": history.key,

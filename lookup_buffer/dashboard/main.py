@@ -26,7 +26,7 @@ from lookup_buffer.dashboard.http import server_of
 from lookup_buffer.dashboard.node import NodeView
 from lookup_buffer.inspection.access import CALL_SECONDS_MIN
 from lookup_buffer.runtime import LOG_FORMAT
-from store import BlockingStore
+from store import MetadataStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ def main() -> None:
 async def serve(start: Start, config: BufferConfig) -> None:
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), os._exit, 0)  # the node has ended
 
-    def open_store() -> BlockingStore:
+    def open_store() -> MetadataStore:
         access = config.store_access()
         name = f"{start.node}:dashboard"
-        return access.open(access.actual_url(), CALL_SECONDS_MIN, name=name)
+        return access.open_async(access.actual_url(), CALL_SECONDS_MIN, name=name)
 
     feed = Feed(start.node, open_store)
     token = config.http_token.get_secret_value() if config.http_token else None
@@ -73,4 +73,4 @@ async def run(server: uvicorn.Server, feed: Feed, listener: socket.socket) -> No
             await server.serve(sockets=[listener])
             sampling.cancel()
     finally:
-        feed.close()
+        await feed.close()

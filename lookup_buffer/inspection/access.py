@@ -1,6 +1,6 @@
 """Access to the store that a command inspects, and how a command fails.
 
-`opened_store` needs no node and starts none. It may block on the store, on the caller's thread.
+`opened_store` needs no node and starts none.
 """
 
 import socket
@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from lookup_buffer.access import EMBEDDED, StoreAccess, runtime_directory
-from store import BlockingStore, StoreNotBrowsable, redact
+from store import BlockingStore, BrowsableStore, StoreNotBrowsable, redact
+
+if TYPE_CHECKING:
+    from store.base import Traces
 
 CALL_SECONDS_MIN = 3.0
 """Least timeout of one store call in commands. A person waits longer than an engine, and the pages
@@ -69,6 +73,14 @@ def opened_store(
         if browsed and not store.browsable:
             raise StoreNotBrowsable(store.store)
         yield store
+
+
+def traces_of(store: BrowsableStore) -> "Traces":
+    """Raises StoreNotBrowsable: it keeps no history of keys."""
+    traces = store.traces()
+    if traces is None:
+        raise StoreNotBrowsable(store, "it keeps no history of keys")
+    return traces
 
 
 def shown_url(access: StoreAccess) -> str:

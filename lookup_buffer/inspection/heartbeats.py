@@ -3,44 +3,48 @@
 A node sends a heartbeat once a second. `HeartbeatMonitor` reads the heartbeats until they have
 changed. Only such a change distinguishes a live node from one that was killed a moment ago. No
 clock of another machine is used.
-
-Blocks on the store, on the caller's thread.
 """
 
+import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 from lookup_buffer.times import SILENT_SECONDS
-from store import Beat, BlockingStore
+from store import Beat, BrowsableStore, MetadataStore
 
 POLL_SECONDS = 0.1
 
 
 class HeartbeatMonitor:
-    """Decides which nodes are alive. Reads all heartbeats in `__init__` and again in `wait`.
+    """Decides which nodes are alive. `begin` reads all heartbeats, and `wait` again.
 
-    Other work may be done between the two. Not thread-safe.
+    Other work may be done between the two.
     """
 
     def __init__(
         self,
-        store: BlockingStore,
+        store: MetadataStore,
+        first: dict[str, Beat],
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._store = store
         self._clock = clock
         self._sleep = sleep
         self._until = clock() + SILENT_SECONDS
-        self._first = store.beats()
-        self.last: dict[str, Beat] = dict(self._first)
+        self._first = first
+        self.last: dict[str, Beat] = dict(first)
         self._fresh: dict[str, str] = {}
         """Boot by node, for nodes whose description `wait_unless_fresh` found fresh."""
 
-    def wait(self, nodes: Iterable[str] | None = None) -> None:
+    @classmethod
+    async def begin(cls, store: MetadataStore) -> "HeartbeatMonitor":
+        return cls(store, await store.beats())
+
+    async def wait(self, nodes: Iterable[str] | None = None) -> None:
         """Read heartbeats until that of each of `nodes` has changed, or the time is up.
 
         None means all nodes with a heartbeat. The time ends SILENT_SECONDS after this object was
@@ -53,22 +57,23 @@ class HeartbeatMonitor:
             while not all(self._has_changed(node) for node in awaited):
                 if self._clock() >= self._until:
                     return
-                self._sleep(POLL_SECONDS)
-                self.last = self._store.beats()
+                await self._sleep(POLL_SECONDS)
+                self.last = await self._store.beats()
 
-    def wait_unless_fresh(self, nodes: Iterable[str]) -> None:
+    async def wait_unless_fresh(self, nodes: Iterable[str]) -> None:
         """Count nodes as alive whose description is younger than SILENT_SECONDS, without a wait.
 
         A full server may refuse descriptions, and keeps heartbeats only. So this waits for `nodes`
-        as `wait` does if no description was fresh so far.
+        as `wait` does if no description was fresh so far, or the store tells no age.
         """
         nodes = [node for node in nodes if node in self._first and node not in self._fresh]
-        ages = self._store.node_ages(nodes)
-        fresh = [node for node, seconds in ages.items() if seconds < SILENT_SECONDS]
-        for node, info in self._store.node_infos(fresh).items():
-            self._fresh[node] = info.boot
+        if isinstance(self._store, BrowsableStore):
+            ages = await self._store.node_ages(nodes)
+            fresh = [node for node, seconds in ages.items() if seconds < SILENT_SECONDS]
+            for node, info in (await self._store.node_infos(fresh)).items():
+                self._fresh[node] = info.boot
         if nodes and not self._fresh:
-            self.wait(nodes)
+            await self.wait(nodes)
 
     def alive(self, node: str, boot: str | None = None) -> bool:
         """Whether the heartbeat of `node` has changed, or its description was fresh.

@@ -4,8 +4,7 @@
 `take_sample` reads heartbeats, node descriptions, counters and the hottest keys at one moment.
 `Activity` is what was counted between two samples, for `top` and the dashboard.
 
-Reads the store only and connects to no node. The functions block on the store, on the caller's
-thread. It must not depend on how results are shown.
+Reads the store only and connects to no node. It must not depend on how results are shown.
 """
 
 from collections import Counter
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from lookup_buffer.inspection.access import CommandError, ExitCode
+from lookup_buffer.inspection.access import CommandError, ExitCode, traces_of
 from lookup_buffer.inspection.findings import (
     Code,
     Finding,
@@ -29,12 +28,12 @@ from lookup_buffer.inspection.findings import (
 from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
 from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 from lookup_buffer.protocol.fields import is_fingerprint
-from store import Beat, BlockingStore, NodeInfo
+from store import Beat, BrowsableStore, NodeInfo
 from store.record import SAFE_NAME
 
 if TYPE_CHECKING:
     from store.answers import Trace
-    from store.blocking import BlockingTraces
+    from store.base import Traces
 
 Address = tuple[str, str]
 """(namespace, key)."""
@@ -101,7 +100,7 @@ class History:
         )  # fmt: skip
 
 
-def history_of(store: BlockingStore, key: str, namespace: str) -> History:
+async def history_of(store: BrowsableStore, key: str, namespace: str) -> History:
     """What is known of `key`, or of the only key that contains it, in all namespaces.
 
     `namespace`: the prefix of the requested namespaces; "" is all.
@@ -113,21 +112,22 @@ def history_of(store: BlockingStore, key: str, namespace: str) -> History:
     """
     if not 0 < len(key) <= MAX_KEY_CHARACTERS:
         TensorKey.parse(key)  # raises, with the reason
-    monitor = HeartbeatMonitor(store)
-    described = {name: parts for name, parts in store.namespaces().items() if SAFE_NAME.match(name)}
-    reader = store.traces()
+    monitor = await HeartbeatMonitor.begin(store)
+    all_parts = await store.namespaces()
+    described = {name: parts for name, parts in all_parts.items() if SAFE_NAME.match(name)}
+    reader = traces_of(store)
     spaces = sorted({*described, *([namespace] if is_fingerprint(namespace) else [])})
-    traces = [trace for trace in reader.of([(s, key) for s in spaces]) if not trace.is_empty]
+    traces = [trace for trace in await reader.of([(s, key) for s in spaces]) if not trace.is_empty]
     if not traces:
-        traces = _search(reader, key, namespace)
+        traces = await _search(reader, key, namespace)
     nodes = {at.node for trace in traces if trace.record for at in trace.record.locations}
-    monitor.wait(nodes)
-    fleet = Fleet(monitor, reader.departures(sorted(nodes)))
+    await monitor.wait(nodes)
+    fleet = Fleet(monitor, await reader.departures(sorted(nodes)))
     by_space = {trace.namespace: trace for trace in traces}
     return History(traces[0].key if traces else key, namespace, described, by_space, fleet)
 
 
-def _search(reader: "BlockingTraces", part: str, namespace: str) -> list["Trace"]:
+async def _search(reader: "Traces", part: str, namespace: str) -> list["Trace"]:
     """All traces of the one key that contains `part`.
 
     A key in the requested namespaces goes before keys in other namespaces.
@@ -137,7 +137,7 @@ def _search(reader: "BlockingTraces", part: str, namespace: str) -> list["Trace"
         InvalidKey: no key contains `part`, and no valid key can.
     """
     found: set[tuple[str, str]] = set()
-    for address in reader.find(part):
+    async for address in reader.find(part):
         found.add(address)
         if len(found) >= FOUND_MAX:
             break
@@ -151,7 +151,8 @@ def _search(reader: "BlockingTraces", part: str, namespace: str) -> list["Trace"
         raise CommandError(f"{len(keys)} keys contain {part!r}: {named}{more}", ExitCode.USAGE)
     if not keys:
         TensorKey.parse(part)  # raises if no valid key can contain it
-    return [t for t in reader.of(sorted(a for a in found if a[1] in keys)) if not t.is_empty]
+    traces = await reader.of(sorted(address for address in found if address[1] in keys))
+    return [trace for trace in traces if not trace.is_empty]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +212,7 @@ class Activity:
         return sorted(found, key=lambda one: (-one[1], -one[2], one[0]))[:HOTTEST]
 
 
-def take_sample(
-    store: BlockingStore, reader: "BlockingTraces", namespaces: list[str], now: float
-) -> Sample:
+async def take_sample(store: BrowsableStore, namespaces: list[str], now: float) -> Sample:
     """Read a sample; `now` is the monotonic clock in seconds.
 
     Hits are those of the HOTTEST keys in `namespaces`.
@@ -221,10 +220,10 @@ def take_sample(
     Raises:
         StoreError: the store cannot be reached or refuses the request.
     """
-    beats = store.beats()
-    hottest = reader.hottest(namespaces, HOTTEST)
+    beats = await store.beats()
+    hottest = await traces_of(store).hottest(namespaces, HOTTEST)
     return Sample(
-        now, beats, store.node_infos(sorted(beats)), store.stats(),
+        now, beats, await store.node_infos(sorted(beats)), await store.stats(),
         # A name written by hand may be longer than any key, too long to show.
         {at: hits for at, hits in hottest.items() if len(at[1]) <= MAX_KEY_CHARACTERS},
     )  # fmt: skip

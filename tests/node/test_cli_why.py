@@ -35,7 +35,7 @@ def client(node_pair: tuple[NodeProcess, NodeProcess]) -> Iterator[LookupBuffer]
 
 
 def findings(store: BlockingStore, name: TensorKey, namespace: str = SPACE) -> list[Finding]:
-    found = list(history_of(store, name.text, namespace).findings())
+    found = list(store.run(history_of(store.browsed, name.text, namespace)).findings())
     assert all(one.sentence and one.hint for one in found)
     assert {one.key for one in found} == {name.text}
     return found
@@ -172,7 +172,7 @@ def test_gone_for_a_reason_of_another_version(
 ) -> None:
     name = key()
     command(valkey_server.url, "SET", layout.gone(SPACE, name.text), "swallowed", "EX", "60")
-    found = list(history_of(store, name.text, SPACE).findings())
+    found = list(store.run(history_of(store.browsed, name.text, SPACE)).findings())
     assert [one.code for one in found] == [Code.GONE]
     assert "gone from a node: swallowed" in found[0].sentence
 

@@ -5,7 +5,7 @@ import pytest
 from lookup_buffer.dashboard import feed
 from lookup_buffer.dashboard.feed import HISTORY_SECONDS, Feed
 from lookup_buffer.dashboard.fleet import PageUpdate
-from memory_store import MemoryStore
+from memory_store import InMemoryStore
 from nodes import StartNode
 from observing import LIVE, Browser, dashboard, serving_feed
 from servers import free_port
@@ -25,7 +25,10 @@ class BusyFleet:
     def __init__(self, *_: object) -> None:
         self._number = 0
 
-    def sample(self) -> PageUpdate:
+    def close(self) -> None:
+        pass
+
+    async def sample(self) -> PageUpdate:
         self._number += 1
         number = self._number
         point = {
@@ -59,7 +62,7 @@ class BusyFleet:
 def test_an_hour_leaks_no_memory(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "FleetSampler", BusyFleet)
     monkeypatch.setattr(feed, "INTERVAL_SECONDS", SAMPLE_PAUSE_SECONDS)
-    with serving_feed(Feed("busy", MemoryStore)) as server:
+    with serving_feed(Feed("busy", InMemoryStore)) as server:
         tab = browser.open(f"{server.settings.http_listen}/")
         shown = (
             "parseInt(document.getElementById('saved-note').textContent.replaceAll(',', '')) || 0"

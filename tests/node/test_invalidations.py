@@ -36,7 +36,7 @@ def store(url: str) -> Iterator[BlockingStore]:
 
 
 def given_up(store: BlockingStore, space: Namespace, name: TensorKey) -> bool:
-    found = list(history_of(store, name.text, space.fingerprint).findings())
+    found = list(store.run(history_of(store.browsed, name.text, space.fingerprint)).findings())
     return found[0].code is Code.INVALIDATED
 
 

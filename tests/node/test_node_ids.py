@@ -222,7 +222,7 @@ def test_a_node_dead_for_long_is_evicted(
     with patient(valkey_server.url) as store, observer.client() as reader:
 
         def code() -> Code:
-            (found,) = history_of(store, name.text, NAMESPACE).findings()
+            (found,) = store.run(history_of(store.browsed, name.text, NAMESPACE)).findings()
             assert node.node_id in found.sentence
             return found.code
 
