@@ -103,10 +103,11 @@ def _try_handshake(info: NodeInfo, token: str | None) -> None:
         LookupBufferError, OSError, ValueError: the node is not reached, or another program listens
             there.
     """
-    from lookup_buffer.protocol.auth import request_handshake
+    from lookup_buffer.protocol.auth import Purpose, request_handshake
 
     host, _, port = info.endpoint.removeprefix("tcp://").rpartition(":")
     if host.startswith(LOOPBACK) and info.host != socket.gethostname():
         raise ValueError("loopback, of another host")
     stream = socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS)
-    request_handshake(stream, token=token, timeout=CONNECT_SECONDS).close()
+    purpose = Purpose("tensors", info.endpoint, info.node)
+    request_handshake(stream, token=token, timeout=CONNECT_SECONDS, purpose=purpose).close()

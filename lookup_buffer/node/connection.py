@@ -16,14 +16,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from lookup_buffer.errors import LookupBufferError, ProtocolError
-from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
+from lookup_buffer.protocol.framing import FrameDecoder, Macs, encode_frame
 
 READ_BYTES = 64 << 10
 HEADER_MAX_BYTES = 4 << 20
 OUTPUT_MAX_BYTES = 16 << 20
 DESCRIPTORS_MAX = 4
 ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
-_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+_READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC) | int(socket.MSG_DONTWAIT)
+"""MSG_DONTWAIT: a thread that sends on the same socket may have made it blocking."""
 _CUT_OFF = int(socket.MSG_CTRUNC)
 _SO_PEERPIDFD = 77
 """Linux' number; Python's `socket` has no name for it yet."""
@@ -41,12 +42,14 @@ class Connection:
         sock: socket.socket,
         on_message: Callable[["Connection", Any], None],
         on_end: Callable[["Connection", LookupBufferError | None], None],
+        macs: Macs | None = None,
     ) -> None:
         self._loop = loop
         self._socket = sock
         self._on_message = on_message
         self._on_end = on_end
-        self._decoder = FrameDecoder(max_header_bytes=HEADER_MAX_BYTES, max_payload_bytes=0)
+        self._sends = macs.sends if macs else None
+        self._decoder = FrameDecoder(HEADER_MAX_BYTES, mac=macs.receives if macs else None)
         self._output = bytearray()
         self._descriptors: list[int] = []
         self._open = True
@@ -67,7 +70,9 @@ class Connection:
         ended."""
         if not self.open:
             return
-        self._output += encode_frame(message)
+        self._output += encode_frame(message, mac=self._sends)
+        if self._sends is not None:
+            self._sends.next()
         if not self._gathering:
             self._flush()
 
@@ -142,7 +147,7 @@ class Connection:
     def _readable(self) -> None:
         try:
             data, ancillary, flags, _ = self._socket.recvmsg(
-                READ_BYTES, ANCILLARY_BYTES, _CLOSE_ON_EXEC
+                READ_BYTES, ANCILLARY_BYTES, _READ_FLAGS
             )
         except (BlockingIOError, InterruptedError):
             return

@@ -17,7 +17,6 @@ acknowledge are given back. Everything runs on the loop's thread.
 import asyncio
 import logging
 import secrets
-import socket
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -28,10 +27,10 @@ from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.links import Link
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Acknowledge, GiveBack, Holds, Leave, Take, parse
-from lookup_buffer.protocol.sockets import enable_keepalive
 from lookup_buffer.times import REMEMBERED_SECONDS
 from store import GoneReason
 
@@ -316,8 +315,8 @@ class Askers:
     _takes: dict[Connection, dict[int, "asyncio.Task[None]"]] = field(default_factory=dict)
     """The queued takers of each node, by the id of their `Take`."""
 
-    def admit(self, stream: socket.socket, on_end: Callable[[], None]) -> None:
-        """Serve requests on `stream` until it ends; then call `on_end`."""
+    def admit(self, link: Link, on_end: Callable[[], None]) -> Connection:
+        """Serve requests on `link` until it ends; then call `on_end`."""
 
         def ended(connection: Connection, error: LookupBufferError | None) -> None:
             if isinstance(error, ProtocolError):
@@ -326,9 +325,9 @@ class Askers:
             self.handoffs.end(connection)
             on_end()
 
-        enable_keepalive(stream)
-        connection = Connection(self.loop, stream, self._on_message, ended)
+        connection = Connection(self.loop, link.stream, self._on_message, ended, link.macs)
         self._takes[connection] = {}
+        return connection
 
     def close(self) -> None:
         for connection in list(self._takes):

@@ -13,14 +13,14 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
                └─► read, waiting                    readers of the key continue
       desk ─► read ─► shelf                         select and has_caches of what is here
                ├─► locate ─► store                  the holders of an absent key
-               ├─► transfer ─► other nodes          its bytes [lb-fetch, 4 threads]
+               ├─► transfer ─► other nodes          its bytes [lb-fetch]
                │                └─► shelf           where they land
                └─► waiting ─► locate                until a node has it
       desk ─► prefetch ─► read, claims              many keys, an event for each
                └─► devices                          transfers from device to device
       desk ─► takes ─► handoffs ─► shelf            drop_select of an item of this node
                ├─► locate, transfer, waiting        of another node's
-               └─► owners ─► other nodes            its owner; only connecting uses [lb-owner]
+               └─► owners ─► other nodes            its owner
       desk ─► claims ─► arbiter ─► store            claims, over the mirror's connections if any
                └─► held_claims                      what this node's engines hold
       desk, claims, announcements ─► registrar      marks keys as changed (dirty_set); so do shelf,
@@ -31,8 +31,8 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
                ├─► publisher ─► announcements       the store's replies on hand-offs
                └─► devices                          other nodes' device pools
 
-    other nodes ─► peers ─► shelf                   sends tensors [lb-peer-accept, lb-peer]
-                    └─► handoffs                    takers of other nodes, on the loop
+    other nodes ─► peers ─► shelf                   sends tensors [lb-send]
+                    └─► handoffs                    takers of other nodes
     Prometheus, probes, browsers ─► the dashboard's process, which `http` keeps running
                      ├─► control ─► vitals          /metrics and /healthz, by a message
                      └─► store                      the page
@@ -46,7 +46,6 @@ import faulthandler
 import gc
 import logging
 import signal
-import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -126,8 +125,9 @@ class Node:
         )
         self._askers = Askers(self._loop, handoffs, self._counters)
         self._peers = PeerServer(
-            self._shelf, self._counters, token, self._missed, self._admit_asker
-        )
+            self._loop, self._shelf, self._counters, token, self._missed, self._askers.admit,
+            lambda: self._directory.count_alive(),
+        )  # fmt: skip
         self._held_claims = HeldClaims(self._loop)
         self._identity = self._listen_to_peers()
         self._http = None if config.http_listen is None else HttpProcess(config.http_listen)
@@ -239,7 +239,7 @@ class Node:
         if self._http is not None:
             self._http.start(self._identity.node, socket_path, self._config)
         self._control.listen(socket_path)  # may fail, so before any thread is started
-        self._peers.start(self._identity.boot)
+        self._peers.start(self._identity)
         self._locator.start()
         self._registrar.start()
         if self._telemetry is not None:
@@ -269,6 +269,8 @@ class Node:
         self._directory.tick()
         self._locator.tick()
         self._owners.tick()
+        self._fetcher.tick()
+        self._peers.tick()
         if self._http is not None:
             self._http.tick()
         self._loop.call_later(DEATH_CHECK_SECONDS, self._check_deaths)
@@ -290,9 +292,6 @@ class Node:
 
     def _report(self, reports: Sequence[Report]) -> None:
         self._loop.call_soon(self._announcements.handle_reports, reports)
-
-    def _admit_asker(self, stream: socket.socket, on_end: Callable[[], None]) -> None:
-        call_from_thread(self._loop, self._askers.admit, stream, on_end)
 
     def _listen_to_peers(self) -> Identity:
         config = self._config

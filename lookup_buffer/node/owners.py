@@ -1,34 +1,27 @@
 """The taker's side of hand-offs on other nodes: one connection to each owner node.
 
-Requests are multiplexed, since a taker may be queued for long. The connection belongs to the loop;
-only connecting uses threads (`lb-owner`). When it ends, its pending requests get `unreached`, and
-the owner gives the leases on it back. A connection that ends or cannot be made does not mean that
-the node is dead; only `membership` judges that. Called by `takes` and `announcements` on the loop's
-thread.
+Requests are multiplexed, since a taker may be queued for long. When the connection ends, its
+pending requests get `unreached`, and the owner gives the leases on it back. A connection that ends
+or cannot be made does not mean that the node is dead; only `membership` judges that. Called by
+`takes` and `announcements` on the loop's thread.
 """
 
 import asyncio
 import itertools
 import random
-import socket
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.node.connection import Connection
-from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.links import HANDOFFS, Link, dial
 from lookup_buffer.node.membership import Directory
-from lookup_buffer.protocol.auth import connect
 from lookup_buffer.protocol.fields import is_count, is_seconds
 from lookup_buffer.protocol.messages import GiveBack, Leave, Request
-from lookup_buffer.protocol.sockets import enable_keepalive
-from lookup_buffer.times import OWNER_IDLE_SECONDS, PEER_ANSWER_SECONDS, PEER_CONNECT_SECONDS
+from lookup_buffer.times import OWNER_IDLE_SECONDS
 from store import Location
 
-THREADS: Final = 4
 AGAIN_SECONDS: Final = 0.05
 AGAIN_SECONDS_MAX: Final = 0.4
 AGAIN_PART_MIN: Final = 0.25
@@ -153,14 +146,13 @@ class Owner:
                 _set(asked[1], UNREACHED)
         self.say(Leave(number, take))
 
-    def connected(self, stream: socket.socket) -> None:
+    def connected(self, link: Link) -> None:
         self._connecting = False
         if self.over:
-            stream.close()
+            link.stream.close()
             return
-        enable_keepalive(stream)
         self._connection = connection = Connection(
-            self.loop, stream, self._on_message, lambda *_: self.unreached()
+            self.loop, link.stream, self._on_message, lambda *_: self.unreached(), link.macs
         )
         for request, _ in list(self._asked.values()):
             connection.send(request.to_wire())
@@ -218,9 +210,7 @@ class Owners:
     token: str | None
     _owners: dict[tuple[str, str], Owner] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lb-owner")
-    )
+    _dials: "set[asyncio.Task[None]]" = field(default_factory=set)
 
     def next_number(self) -> int:
         """The id of the next request to an owner."""
@@ -245,35 +235,25 @@ class Owners:
     def close(self) -> None:
         for owner in list(self._owners.values()):
             self._end(owner, UNREACHED)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for dialling in self._dials:
+            dialling.cancel()
 
     def _end(self, owner: Owner, answer: Answer) -> None:
         del self._owners[owner.location.node, owner.location.boot]
         owner.end(answer)
 
     def _connect(self, owner: Owner) -> None:
-        self._pool.submit(self._dial, owner)
+        task = self.loop.create_task(self._dial(owner))
+        self._dials.add(task)
+        task.add_done_callback(self._dials.discard)
 
-    def _dial(self, owner: Owner) -> None:
+    async def _dial(self, owner: Owner) -> None:
         try:
-            stream = self._stream(owner.location.boot, owner.endpoint)
+            link = await dial(self.loop, owner.location, owner.endpoint, HANDOFFS, self.token)
         except (LookupBufferError, ValueError):  # the endpoint is no address
-            call_from_thread(self.loop, owner.unreached)
+            owner.unreached()
         else:
-            call_from_thread(self.loop, owner.connected, stream)
-
-    def _stream(self, boot: str, endpoint: str) -> socket.socket:
-        host, port = parse_tcp(endpoint)
-        link = connect(host, port, token=self.token, timeout=PEER_CONNECT_SECONDS)
-        try:
-            link.send({"op": "handoffs", "boot": boot}, timeout=PEER_ANSWER_SECONDS)
-            answer, _ = link.recv_header(timeout=PEER_ANSWER_SECONDS)
-            if answer != {"status": "ok"}:  # "stale": another boot listens there
-                raise ProtocolError("the node did not accept a connection for hand-offs")
-            return link.detach()
-        except BaseException:
-            link.abort()
-            raise
+            owner.connected(link)
 
 
 def _set(asked: "asyncio.Future[Answer]", answer: Answer) -> None:

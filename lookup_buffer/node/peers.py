@@ -1,55 +1,92 @@
-"""The peer server: sends tensors to other nodes over TCP.
+"""The peer server: sends tensors to other nodes over TCP, and admits their requests for hand-offs.
 
-One thread accepts (`lb-peer-accept`), and one serves each connection (`lb-peer`, a bounded number).
-The payload is sent directly from the arena, pinned meanwhile. A request for another boot or
-generation is answered `stale`, and the record in the store is corrected. A connection for hand-offs
-is passed on to `handoffs` on the loop. `node.py` starts it; the callers are the fetchers and owners
-of other nodes.
+Accepting, handshakes and requests are on the loop; threads (`lb-send`) send what a socket does not
+take at once, directly from the arena, pinned meanwhile. So a connection without a request costs no
+thread. A request for another boot or generation is answered `stale`, and the record in the store is
+corrected. `node.py` starts it; the callers are the fetchers and owners of other nodes.
+
+Connections whose handshake is not done have places of their own, of which the oldest is dropped:
+strangers take none from other nodes. The other places follow the size of the fleet; if they are
+used up, the longest idle connection is closed.
 """
 
+import asyncio
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, greet
+from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.shelf import Held, Shelf
-from lookup_buffer.protocol.acceptor import Acceptor, listening_socket
-from lookup_buffer.protocol.auth import accept_handshake
+from lookup_buffer.protocol.acceptor import RETRY_SECONDS, listening_socket
+from lookup_buffer.protocol.auth import Purpose
 from lookup_buffer.protocol.fields import is_fingerprint
-from lookup_buffer.protocol.framing import Frame
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.times import PEER_IDLE_SECONDS, PEER_SEND_SECONDS
 
-CONNECTIONS_MAX = 128
-HANDSHAKE_SECONDS = 2.0
-ITEMS_MAX = 256
+HALF_OPEN_MAX: Final = 256
+HALF_OPEN_PER_HOST_MAX: Final = 128
+"""Bounds on connections whose handshake is not done; beyond them the oldest is dropped."""
+ACCEPTED_AT_ONCE: Final = 32
+LINKS_MIN: Final = 256
+LINKS_PER_NODE: Final = 8
+"""Bound on connections after their handshake: LINKS_MIN, or so many for each live node."""
+SENDERS_MAX: Final = 128
+"""Threads that send; each has one reader at a time, so slow readers delay only themselves."""
+ITEMS_MAX: Final = 256
 """Bound on the items of one request."""
-PEER_OWNER = -2
+QUEUED_MAX: Final = 16
+"""Bound on the requests that one connection has sent ahead."""
+TOGETHER_BYTES: Final = 4 << 20
+"""Items of up to so many bytes are pinned and sent by one call of a thread."""
+AT_ONCE_BYTES: Final = 64 << 10
+"""Up to so many bytes are sent on the loop if the socket takes them: a thread would take longer."""
+PEER_OWNER: Final = -2
 """Owner of the pins on items that are being sent."""
+
+
+class Asked(NamedTuple):
+    """One item of a request. `boot` and `generation` are whatever the other node has sent."""
+
+    address: QualifiedKey
+    boot: object
+    generation: object
+
+
+Reply = tuple[dict[str, Any], Held | None]
+"""A header, and the pinned item whose bytes follow it."""
 
 
 @dataclass(slots=True)
 class PeerServer:
+    loop: asyncio.AbstractEventLoop
     shelf: Shelf
     counters: Counters
     token: str | None
     missed: Callable[[QualifiedKey], None]
-    """Called on `lb-peer` with an address whose requested generation this node does not have."""
-    admit: Callable[[socket.socket, Callable[[], None]], None]
-    """Called on `lb-peer` with the socket of a connection for hand-offs, and a callback for its
-    end."""
-    boot: str = ""
+    """Called with an address whose requested generation this node does not have."""
+    admit: Callable[[Link, Callable[[], None]], object]
+    """Called with a connection for hand-offs, and a callback for its end."""
+    count_nodes: Callable[[], int]
+    identity: Identity = field(default_factory=lambda: Identity("", "", ""))
     _listener: socket.socket | None = None
-    _greetings: Acceptor = field(default_factory=lambda: Acceptor(CONNECTIONS_MAX, "lb-peer"))
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _links: set[FramedSocket] = field(default_factory=set)
-    _closing: threading.Event = field(default_factory=threading.Event)
+    _greetings: "dict[asyncio.Task[None], str]" = field(default_factory=dict)
+    """The handshakes in progress, the oldest first, and the hosts that they are with."""
+    _readers: "set[Reader]" = field(default_factory=set)
+    _askers: int = 0
+    _senders: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(SENDERS_MAX, thread_name_prefix="lb-send")
+    )
 
     def listen(self, address: str) -> str:
         """Bind; returns the address with the actual port.
@@ -58,80 +95,148 @@ class PeerServer:
             OSError: the address is in use or not of this host.
         """
         self._listener, shown = listening_socket(*parse_tcp(address))
+        self._listener.setblocking(False)
         return f"tcp://{shown}"
 
-    def start(self, boot: str) -> None:
-        assert self._listener is not None
-        self.boot = boot
-        serving = (self._listener, self._serve)
-        threading.Thread(
-            target=self._greetings.serve, args=serving, name="lb-peer-accept", daemon=True
-        ).start()
+    def start(self, identity: Identity) -> None:
+        self.identity = identity
+        self._accept_more()
+
+    def tick(self) -> None:
+        """Close connections without a request for PEER_IDLE_SECONDS. To be called now and then."""
+        bound = self.loop.time() - PEER_IDLE_SECONDS
+        for reader in [one for one in self._readers if not one.is_busy and one.used_at < bound]:
+            reader.end()
 
     def close(self) -> None:
-        self._closing.set()
         if self._listener is not None:
-            with suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # resumes lb-peer-accept
-            if not self.boot:
-                self._listener.close()  # else lb-peer-accept closes it
-        with self._lock:
-            for link in self._links:
-                link.abort()
+            self.loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        for greeting in list(self._greetings):
+            greeting.cancel()
+        for reader in list(self._readers):
+            reader.end()
+        self._senders.shutdown(wait=False, cancel_futures=True)
 
-    def _serve(self, connection: socket.socket) -> bool:
-        """Serve one connection. Returns whether it was passed on, together with its slot of the
-        limit."""
-        link: FramedSocket | None = None
-        passed_on = False
+    # -- accepting
+
+    def _accept_more(self) -> None:
+        if self._listener is not None:
+            self.loop.add_reader(self._listener, self._accept, self._listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                stream, address = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError:  # no free descriptor
+                self.loop.remove_reader(listener)
+                self.loop.call_later(RETRY_SECONDS, self._accept_more)
+                return
+            self._greet(stream, address[0])
+
+    def _greet(self, stream: socket.socket, host: str) -> None:
+        of_host = [task for task, theirs in self._greetings.items() if theirs == host]
+        if len(of_host) >= HALF_OPEN_PER_HOST_MAX:
+            self._drop(of_host[0])
+        elif len(self._greetings) >= HALF_OPEN_MAX:
+            self._drop(next(iter(self._greetings)))
+        task = self.loop.create_task(self._admit(stream))
+        self._greetings[task] = host
+        task.add_done_callback(lambda task: self._greetings.pop(task, None))
+
+    def _drop(self, greeting: "asyncio.Task[None]") -> None:
+        del self._greetings[greeting]
+        greeting.cancel()
+
+    def _refused(self, purpose: Purpose) -> str:
+        """See `Accepts`. A proof is for one address, node and role: it cannot be passed on."""
+        identity = self.identity
+        if purpose.role not in (TENSORS, HANDOFFS):
+            return "a node listens here"
+        if (purpose.node, purpose.endpoint) != (identity.node, identity.endpoint):
+            return f"node {identity.node} listens here, at {identity.endpoint}"
+        if purpose.role == HANDOFFS and purpose.boot != identity.boot:
+            return "the node was started again"
+        return ""
+
+    async def _admit(self, stream: socket.socket) -> None:
         try:
-            link = accept_handshake(connection, token=self.token, timeout=HANDSHAKE_SECONDS)
-            with self._lock:
-                self._links.add(link)
-            while not self._closing.is_set():
-                request = link.recv_header(timeout=PEER_IDLE_SECONDS)
-                if isinstance(request.header, dict) and request.header.get("op") == "handoffs":
-                    passed_on = self._pass_on(link, request)
-                    break
-                self._answer(link, request)
+            link = await greet(self.loop, stream, self.token, self._refused)
         except ProtocolError:
             self.counters.add("protocol_errors")
+            return
         except LookupBufferError:
-            pass  # the peer left, was too slow, or was refused: only its connection ends
-        finally:
-            if link is None:
-                connection.close()
-            else:
-                with self._lock:
-                    self._links.discard(link)
-                link.abort()
-        return passed_on
+            return  # it left, was too slow, or was refused: only its connection ends
+        if not self._make_place():
+            link.stream.close()
+        elif link.purpose.role == HANDOFFS:
+            self._askers += 1
+            self.admit(link, self._asker_ended)
+        else:
+            self._readers.add(Reader(self, link))
 
-    def _pass_on(self, link: FramedSocket, request: Frame) -> bool:
-        """Returns whether the connection, and its slot of the limit, now belong to `handoffs`."""
-        if request.payload_nbytes:
-            raise ProtocolError("a request for hand-offs has no payload")
-        if request.header.get("boot") != self.boot:
-            link.send({"status": "stale"}, timeout=PEER_SEND_SECONDS)
-            link.close()
-            return False
-        link.send({"status": "ok"}, timeout=PEER_SEND_SECONDS)
-        self.admit(link.detach(), self._greetings.release)
-        return True
+    def _make_place(self) -> bool:
+        """Whether there is a place for one more connection, if need be that of an idle one."""
+        most = max(LINKS_MIN, LINKS_PER_NODE * self.count_nodes())
+        if len(self._readers) + self._askers < most:
+            return True
+        idle = [reader for reader in self._readers if not reader.is_busy]
+        if idle:
+            min(idle, key=lambda reader: reader.used_at).end()
+        return bool(idle)
 
-    def _answer(self, link: FramedSocket, request: Frame) -> None:
-        """Send the requested items one after another, each as it is now."""
-        for address, boot, generation in _asked_for(request):
-            held = self._hold(address, boot, generation)
-            if held is None:
-                link.send({"status": "stale"}, timeout=PEER_SEND_SECONDS)
-                continue
-            try:
-                self._send(link, held)
-            finally:
-                self.shelf.release([held.ticket], PEER_OWNER)
+    def _asker_ended(self) -> None:
+        self._askers -= 1
 
-    def _send(self, link: FramedSocket, held: Held) -> None:
+    # -- what a reader gets
+
+    def replies(self, asked: Iterable[Asked]) -> Iterator[list[Reply]]:
+        """The items as they are now, pinned; those of one list are sent together."""
+        together: list[Reply] = []
+        nbytes = 0
+        for one in asked:
+            held = self._hold(one)
+            together.append(({"status": "stale"} if held is None else self._header(held), held))
+            nbytes += 0 if held is None else held.item.nbytes
+            if nbytes >= TOGETHER_BYTES:
+                yield together
+                together, nbytes = [], 0
+        if together:
+            yield together
+
+    def release(self, replies: Iterable[Reply]) -> None:
+        self.shelf.release([held.ticket for _, held in replies if held is not None], PEER_OWNER)
+
+    def send_by_thread(
+        self, sender: FramedSocket, replies: Sequence[Reply], already_sent: int
+    ) -> "Future[None]":
+        """Send what `send_nowait` has not, and then release it.
+
+        Raises:
+            RuntimeError: this server is closed.
+        """
+        try:
+            job = self._senders.submit(self._send, sender, replies, already_sent)
+        except RuntimeError:
+            self.release(replies)
+            raise
+        # Not by who waits, which may be cancelled: until then the thread reads these bytes.
+        job.add_done_callback(lambda _: call_from_thread(self.loop, self.release, replies))
+        return job
+
+    def payload_of(self, held: Held | None) -> memoryview | None:
+        return None if held is None else self.shelf.bytes_of(held.item)
+
+    def _send(self, sender: FramedSocket, replies: Sequence[Reply], already_sent: int) -> None:
+        for header, held in replies:
+            payload = self.payload_of(held)
+            sender.send(header, payload, timeout=PEER_SEND_SECONDS, already_sent=already_sent)
+            already_sent = 0
+
+    def _header(self, held: Held) -> dict[str, Any]:
         item = held.item
         remaining = self.shelf.remaining_seconds(item)
         namespace, key = item.address
@@ -143,43 +248,116 @@ class PeerServer:
             ttl_ms=None if remaining is None else int(remaining * 1000),
             tensor=item.header,
         )
-        answer = {"status": "ok", "payload": header.to_fields()}
-        link.send(answer, self.shelf.bytes_of(item), timeout=PEER_SEND_SECONDS)
-        self.counters.add("bytes_served", item.nbytes)
+        return {"status": "ok", "payload": header.to_fields()}
 
-    def _hold(self, address: QualifiedKey, boot: object, generation: object) -> Held | None:
+    def _hold(self, asked: Asked) -> Held | None:
         """The requested item, pinned; None if this boot does not have that generation."""
-        if boot != self.boot:
-            self.missed(address)
+        if asked.boot != self.identity.boot:
+            self.missed(asked.address)
             return None
         try:
-            held = self.shelf.hold(address, PEER_OWNER)
+            held = self.shelf.hold(asked.address, PEER_OWNER)
         except BufferFull:
             return None  # the reader tries another holder, or encodes
-        if held is not None and held.item.generation == generation:
+        if held is not None and held.item.generation == asked.generation:
             return held
         if held is not None:
             self.shelf.release([held.ticket], PEER_OWNER)
-        self.missed(address)
+        self.missed(asked.address)
         return None
 
+    def forget(self, reader: "Reader", error: LookupBufferError | None) -> None:
+        if isinstance(error, ProtocolError):
+            self.counters.add("protocol_errors")
+        self._readers.discard(reader)
 
-def _asked_for(frame: Frame) -> Iterator[tuple[QualifiedKey, object, object]]:
-    """Address, boot and generation of each requested item.
+
+class Reader:
+    """A connection on which another node reads tensors. Its requests are answered in order."""
+
+    def __init__(self, server: PeerServer, link: Link) -> None:
+        self._server = server
+        self._requests: deque[list[Asked]] = deque()
+        self.is_busy = False
+        self.used_at = server.loop.time()
+        stream = link.stream.dup()
+        self._connection = Connection(
+            server.loop, link.stream, self._on_message, self._ended, link.macs
+        )
+        self._sender = FramedSocket(stream)
+        self._sender.macs = link.macs
+
+    def end(self) -> None:
+        self._connection.end(None)
+
+    def _ended(self, _: Connection, error: LookupBufferError | None) -> None:
+        self._sender.abort()  # a thread that sends stops
+        self._server.forget(self, error)
+
+    def _on_message(self, connection: Connection, message: Any) -> None:
+        if len(self._requests) >= QUEUED_MAX:
+            raise ProtocolError(f"more than {QUEUED_MAX} requests were sent ahead")
+        self._requests.append(_asked_for(message))
+        self.used_at = self._server.loop.time()
+        if not self.is_busy:
+            self.is_busy = True
+            connection.start(self._answer_all())
+
+    async def _answer_all(self) -> None:
+        try:
+            while self._requests:
+                for replies in self._server.replies(self._requests.popleft()):
+                    await self._answer(replies)
+            self.used_at = self._server.loop.time()
+        except (LookupBufferError, RuntimeError):  # the reader left or is too slow; or we close
+            self.end()
+        finally:
+            self.is_busy = False
+
+    async def _answer(self, replies: Sequence[Reply]) -> None:
+        server = self._server
+        nbytes = sum(held.item.nbytes for _, held in replies if held is not None)
+        first, already_sent = 0, 0
+        try:
+            if nbytes <= AT_ONCE_BYTES:
+                first, already_sent = self._send_at_once(replies)
+        except BaseException:
+            server.release(replies)
+            raise
+        server.release(replies[:first])
+        if first < len(replies):
+            job = server.send_by_thread(self._sender, replies[first:], already_sent)
+            await asyncio.wrap_future(job, loop=server.loop)
+        server.counters.add("bytes_served", nbytes)
+
+    def _send_at_once(self, replies: Sequence[Reply]) -> tuple[int, int]:
+        """Send what the socket takes. Returns how many replies are sent, and how many bytes of the
+        next one."""
+        for number, (header, held) in enumerate(replies):
+            sent = self._sender.send_nowait(header, self._server.payload_of(held))
+            if sent is not None:
+                return number, sent
+        return len(replies), 0
+
+
+def _asked_for(request: Any) -> list[Asked]:
+    """The requested items.
 
     Raises:
         ProtocolError: it is not a valid request.
     """
-    request = frame.header
-    if frame.payload_nbytes or not isinstance(request, dict) or request.get("op") != "get":
-        raise ProtocolError("the only requests of a peer are 'get' and 'handoffs'")
+    if not isinstance(request, dict) or request.get("op") != "get":
+        raise ProtocolError("the only request of a reader is 'get'")
     items = request.get("items")
     if not isinstance(items, list) or not 0 < len(items) <= ITEMS_MAX:
         raise ProtocolError(f"a request is for 1 to {ITEMS_MAX} items")
-    for item in items:
-        if not isinstance(item, list) or len(item) != 4:
-            raise ProtocolError("an item is [namespace, key, boot, generation]")
-        namespace, key, boot, generation = item
-        if not isinstance(key, str) or not is_fingerprint(namespace):
-            raise ProtocolError("an item needs the fingerprint of a namespace, and a key")
-        yield (namespace, key), boot, generation
+    return [_asked(item) for item in items]
+
+
+def _asked(item: Any) -> Asked:
+    if not isinstance(item, list) or len(item) != 4:
+        raise ProtocolError("an item is [namespace, key, boot, generation]")
+    namespace, key, boot, generation = item
+    if not isinstance(key, str) or not is_fingerprint(namespace):
+        raise ProtocolError("an item needs the fingerprint of a namespace, and a key")
+    return Asked((namespace, key), boot, generation)

@@ -1,25 +1,25 @@
 """Transfers: copies a tensor from another node into the arena.
 
-There are four threads (`lb-fetch`), each with one transfer at a time. Connections are kept per
-endpoint and closed at their first error. The header is compared with the request, and the checksum
-is computed on arrival; the item becomes visible only if both match. If one holder fails, the next
-is tried. Failures are counted, and those that a record does not explain are noted: `registrar`
-writes them to the store with its next beat, for `lookup-buffer why`. Called by `read` and `takes`
-on the loop's thread.
+A batch of what one node has is requested together, on a connection that the loop has dialled and
+keeps; a thread (`lb-fetch`) receives the bytes. The number of transfers is bounded, also for each
+node, so one that is not reached or slow delays only what it is asked for. A connection is closed at
+its first error. The header is compared with the request, and the checksum is computed on arrival;
+the item becomes visible only if both match. If one holder fails, the next is tried. Failures are
+counted, and those that a record does not explain are noted: `registrar` writes them to the store
+with its next beat, for `lookup-buffer why`. Called by `read` and `takes` on the loop's thread.
 """
 
 import asyncio
-import threading
+import logging
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from xxhash import xxh3_64
 
-from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import (
     BufferFull,
     CorruptTensor,
@@ -33,17 +33,21 @@ from lookup_buffer.errors import (
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.inventory import Item
+from lookup_buffer.node.links import TENSORS, dial
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.shelf import Held, Shelf
-from lookup_buffer.protocol.auth import connect
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
-from lookup_buffer.times import PEER_ANSWER_SECONDS, PEER_CONNECT_SECONDS
+from lookup_buffer.times import PEER_ANSWER_SECONDS, PEER_IDLE_SECONDS
 from store import Location
 
-THREADS = 4
-IDLE_LINKS_MAX = 4
+THREADS = 16
+LINKS_MAX = 4
+"""Connections to one node: so many of its batches are transferred at a time."""
+LINK_IDLE_SECONDS = 60.0
+"""A connection that was not used for so long is closed."""
+assert LINK_IDLE_SECONDS < PEER_IDLE_SECONDS, "the requesting side closes first"
 
 BATCH_BYTES = 4 << 20
 """Items of up to so many bytes are requested together: a round trip for each of them would cost
@@ -58,6 +62,7 @@ _TOLD = (MissReason.CHECKSUM, MissReason.PEER_FAILED)
 """Failures that are written to the store; the record explains the others."""
 FETCH_OWNER = -1
 """Owner of the pin on a fetched item, until its readers have pinned it."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +97,67 @@ class Wanted:
 
 @dataclass(slots=True)
 class FailedFetches:
-    """Recent failed fetches: which keys, from which node and why. Thread-safe."""
+    """Recent failed fetches: which keys, from which node and why."""
 
-    _lock: threading.Lock = field(default_factory=threading.Lock)
     _noted: dict[QualifiedKey, tuple[str, str]] = field(default_factory=dict)
 
     def note(self, address: QualifiedKey, reason: str, holder: str) -> None:
         """The fetch of `address` from `holder` failed because of `reason`."""
-        with self._lock:
-            if len(self._noted) < NOTED_MAX or address in self._noted:
-                self._noted[address] = (reason, holder)
+        if len(self._noted) < NOTED_MAX or address in self._noted:
+            self._noted[address] = (reason, holder)
 
     def take(self) -> dict[QualifiedKey, tuple[str, str]]:
         """Failures since the last call: reason and holder by address."""
-        with self._lock:
-            noted, self._noted = self._noted, {}
-            return noted
+        noted, self._noted = self._noted, {}
+        return noted
+
+
+@dataclass(slots=True, eq=False)
+class Holder:
+    """Another node, and the connections to it that are not in use."""
+
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LINKS_MAX))
+    links: list[tuple[FramedSocket, float]] = field(default_factory=list)
+    """With the time of their last use."""
+    users: int = 0
+
+    def idle_link(self) -> FramedSocket | None:
+        """A kept connection that is still usable. Unrequested input means that the peer closed
+        it, or that another boot listens there."""
+        while self.links:
+            link, _ = self.links.pop()
+            if not link.closed and not link.wait_readable(0.0):
+                return link
+            link.abort()
+        return None
+
+    def close_links(self, unused_since: float) -> None:
+        for link, used_at in self.links:
+            if used_at < unused_since:
+                link.close()
+        self.links = [one for one in self.links if one[1] >= unused_since]
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """What is requested together of one holder. While a thread receives it, the thread alone moves
+    items from `left` to `arrived`."""
+
+    left: deque[Wanted]
+    arrived: list[Wanted] = field(default_factory=list)
+    """What has come, or will not come from there, and was not settled yet."""
+    has_begun: bool = False
+
+    def arrive(self, fetched: Fetched) -> Wanted:
+        """The result for the first one that is left."""
+        one = self.left.popleft()
+        one.fetched, self.has_begun = fetched, True
+        self.arrived.append(one)
+        return one
+
+    def fail(self, reason: MissReason, count: int = 1) -> None:
+        for _ in range(count):
+            self.arrive(Fetched(None, reason))
 
 
 @dataclass(slots=True)
@@ -117,8 +167,9 @@ class Fetcher:
     counters: Counters
     token: str | None
     failed: FailedFetches = field(default_factory=FailedFetches)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _idle_links: dict[str, list[FramedSocket]] = field(default_factory=dict)
+    _holders: dict[tuple[str, str], Holder] = field(default_factory=lambda: defaultdict(Holder))
+    """By node and address."""
+    _fetches: "set[asyncio.Task[None]]" = field(default_factory=set)
     _pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lb-fetch")
     )
@@ -126,91 +177,114 @@ class Fetcher:
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Fetch each from the first holder that delivers; those of one holder are requested
         together."""
-        by_endpoint: dict[str, list[Wanted]] = defaultdict(list)
+        by_holder: dict[tuple[str, str], list[Wanted]] = defaultdict(list)
         for one in wanted:
-            by_endpoint[one.source[1]].append(one)
-        for endpoint, group in by_endpoint.items():
+            location, endpoint = one.source
+            by_holder[location.node, endpoint].append(one)
+        for group in by_holder.values():
             for batch in _batches(group):
-                self._pool.submit(self._fetch, endpoint, batch)
+                self._start(batch)
+
+    def tick(self) -> None:
+        """Close connections that are not used. To be called now and then."""
+        since = self.loop.time() - LINK_IDLE_SECONDS
+        for name, holder in list(self._holders.items()):
+            holder.close_links(since)
+            if not holder.links and not holder.users:
+                del self._holders[name]
 
     def close(self) -> None:
+        for fetch in self._fetches:
+            fetch.cancel()
+        for holder in self._holders.values():
+            holder.close_links(math.inf)
         self._pool.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            for links in self._idle_links.values():
-                for link in links:
-                    link.abort()
-            self._idle_links.clear()
 
-    # -- on `lb-fetch`
+    def _start(self, wanted: Sequence[Wanted]) -> None:
+        task = self.loop.create_task(self._fetch(Batch(deque(wanted))))
+        self._fetches.add(task)
+        task.add_done_callback(self._fetches.discard)
 
-    def _fetch(self, endpoint: str, batch: Sequence[Wanted]) -> None:
+    async def _fetch(self, batch: Batch) -> None:
         """Fetch a batch from one holder. What it does not deliver is fetched from the next ones."""
-        started, left, is_kept = time.monotonic(), deque(batch), False
-        arrived: list[Wanted] = []
+        location, endpoint = batch.left[0].source
+        holder = self._holders[location.node, endpoint]
+        holder.users += 1
         try:
-            with self._link(endpoint) as (link, is_kept):
-                _request(link, batch)
-                while left:
-                    one = left[0]
-                    one.fetched = self._receive(link, one)
-                    if one.fetched.held is not None:
-                        self.counters.fetch_seconds.observe(time.monotonic() - started)
-                    arrived.append(left.popleft())
-                    if len(arrived) == TOLD_TOGETHER or one.nbytes > TOLD_TOGETHER_BYTES:
-                        self._tell(arrived)
+            async with holder.places:
+                await self._fetch_from(holder, batch)
         except (BufferFull, TensorTooLarge):
-            left[0].fetched = Fetched(None, MissReason.NO_ROOM)
+            batch.fail(MissReason.NO_ROOM)
         except CorruptTensor:
-            left[0].fetched = Fetched(None, MissReason.CHECKSUM)
+            batch.fail(MissReason.CHECKSUM)
         except ProtocolError:
-            left[0].fetched = Fetched(None, MissReason.PEER_FAILED)
+            batch.fail(MissReason.PEER_FAILED)
         except (PipeError, NodeRefused, ValueError):  # the endpoint is no address
-            if len(left) < len(batch):
-                left[0].fetched = Fetched(None, MissReason.PEER_FAILED)
-            elif not is_kept:  # it delivers nothing; a kept connection may just have ended
-                for one in left:
-                    one.fetched = Fetched(None, MissReason.PEER_FAILED)
-        except BaseException:
-            for one in left:
-                one.fetched = Fetched(None, MissReason.PEER_FAILED)
-            raise
-        finally:
-            self._tell(arrived)
-            self._go_on(endpoint, left)
+            # One that has delivered something is asked for the others again.
+            batch.fail(MissReason.PEER_FAILED, 1 if batch.has_begun else len(batch.left))
+        except Exception:  # noqa: BLE001 -- else its readers would wait for their deadlines
+            _log.exception("a transfer failed; this is a bug, please report it")
+            batch.fail(MissReason.PEER_FAILED, len(batch.left))
+        finally:  # if cancelled, the node ends and no request waits
+            holder.users -= 1
+        self._settle(batch.arrived)
+        if batch.left:
+            self._start(batch.left)
 
-    def _go_on(self, endpoint: str, left: Iterable[Wanted]) -> None:
-        """Fetch what a holder did not deliver: from the next one if it failed, else again."""
-        again = [one for one in left if one.fetched.reason == ""]
-        failed = [one for one in left if one.fetched.reason != ""]
-        if again:
-            self._submit(endpoint, again)
-        self._tell(failed)
+    async def _fetch_from(self, holder: Holder, batch: Batch) -> None:
+        while (link := holder.idle_link()) is not None:
+            try:
+                await self._receive_over(link, holder, batch)
+            except PipeError:
+                if batch.has_begun:
+                    raise
+                continue  # a kept connection may just have ended
+            return
+        location, endpoint = batch.left[0].source
+        dialled = await dial(self.loop, location, endpoint, TENSORS, self.token)
+        await self._receive_over(dialled.framed(), holder, batch)
 
-    def _submit(self, endpoint: str, batch: list[Wanted]) -> None:
+    async def _receive_over(self, link: FramedSocket, holder: Holder, batch: Batch) -> None:
         try:
-            self._pool.submit(self._fetch, endpoint, batch)
-        except RuntimeError:
-            pass  # the node shuts down, and no request waits
+            await self.loop.run_in_executor(self._pool, self._receive_all, link, batch)
+        except BaseException:
+            link.abort()  # if cancelled, this stops the thread
+            raise
+        holder.links.append((link, self.loop.time()))
 
-    def _tell(self, arrived: list[Wanted]) -> None:
-        """Settle the futures of these, except what the next holder may deliver."""
-        settled = []
+    def _settle(self, arrived: Sequence[Wanted]) -> None:
+        """Give these to those who wait, except what the next holder may deliver."""
         for one in arrived:
-            reason = one.fetched.reason
-            if one.fetched.held is None:
+            held, reason = one.fetched.held, one.fetched.reason
+            if held is None:
                 self.counters.add(f"fetches_failed_{reason}")
             if reason in _TOLD:
                 self.failed.note(one.address, reason, one.source[0].node)
             one.tried += 1
-            may_come = one.tried < len(one.located.sources)
-            if one.fetched.held is None and reason != MissReason.NO_ROOM and may_come:
-                one.fetched = Fetched(None)
-                self._submit(one.source[1], [one])
+            may_come = held is None and reason != MissReason.NO_ROOM
+            if may_come and one.tried < len(one.located.sources):
+                self._start([one])
             else:
-                settled.append(one)
-        arrived.clear()
-        if settled:
-            call_from_thread(self.loop, _settle, settled)
+                one.done(one.fetched)
+
+    # -- on `lb-fetch`
+
+    def _receive_all(self, link: FramedSocket, batch: Batch) -> None:
+        """Request the batch and receive it. What comes early is settled before the rest comes.
+
+        Raises:
+            LookupBufferError: the first one that is left did not come; the connection is unusable.
+        """
+        started = time.monotonic()
+        _request(link, batch.left)
+        while batch.left:
+            one = batch.arrive(self._receive(link, batch.left[0]))
+            if one.fetched.held is not None:
+                self.counters.fetch_seconds.observe(time.monotonic() - started)
+            early = len(batch.arrived) == TOLD_TOGETHER or one.nbytes > TOLD_TOGETHER_BYTES
+            if batch.left and early:
+                arrived, batch.arrived = batch.arrived, []
+                call_from_thread(self.loop, self._settle, arrived)
 
     def _receive(self, link: FramedSocket, one: Wanted) -> Fetched:
         """The next answer on the link: the bytes, verified and in the arena, or `stale`."""
@@ -256,43 +330,6 @@ class Fetcher:
             raise BufferFull("a client of this node is writing this key")
         return item
 
-    @contextmanager
-    def _link(self, endpoint: str) -> Iterator[tuple[FramedSocket, bool]]:
-        """A connection to `endpoint`, and whether it was used before. It is kept for the next
-        transfer unless an error occurs."""
-        link = self._idle_link(endpoint)
-        is_kept = link is not None
-        if link is None:
-            host, port = parse_tcp(endpoint)
-            link = connect(host, port, token=self.token, timeout=PEER_CONNECT_SECONDS)
-        try:
-            yield link, is_kept
-        except BaseException:
-            link.abort()
-            raise
-        self._keep(endpoint, link)
-
-    def _idle_link(self, endpoint: str) -> FramedSocket | None:
-        """A kept connection that is still usable. Unrequested input means that the peer closed
-        it, or that another boot listens there."""
-        while True:
-            with self._lock:
-                links = self._idle_links.get(endpoint)
-                if not links:
-                    return None
-                link = links.pop()
-            if not link.closed and not link.wait_readable(0.0):
-                return link
-            link.abort()
-
-    def _keep(self, endpoint: str, link: FramedSocket) -> None:
-        with self._lock:
-            links = self._idle_links.setdefault(endpoint, [])
-            if len(links) < IDLE_LINKS_MAX:
-                links.append(link)
-                return
-        link.close()
-
 
 def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
     """What is requested together of one holder."""
@@ -308,14 +345,9 @@ def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
         yield batch
 
 
-def _request(link: FramedSocket, batch: Sequence[Wanted]) -> None:
+def _request(link: FramedSocket, batch: Iterable[Wanted]) -> None:
     items = [[*one.address, one.source[0].boot, one.source[0].generation] for one in batch]
     link.send({"op": "get", "items": items}, timeout=PEER_ANSWER_SECONDS)
-
-
-def _settle(settled: Sequence[Wanted]) -> None:
-    for one in settled:
-        one.done(one.fetched)
 
 
 def _check(checksum: int, header: PayloadHeader, location: Location) -> None:

@@ -1,6 +1,6 @@
 """`Acceptor`: serves the connections of a listening socket, each on a separate thread.
 
-Used by nodes, pipes and device pools. A silent client does not block others, because each has its
+Used by pipes and device pools. A silent client does not block others, because each has its
 own thread. The limit on the number of connections served at a time bounds these threads.
 """
 

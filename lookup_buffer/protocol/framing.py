@@ -10,10 +10,15 @@ code. No other module turns bytes from outside into Python values. `FrameDecoder
 of a non-blocking control socket; it never gets payload bytes. No I/O; functions run on any thread,
 an object belongs to one thread at a time.
 
+Between nodes with a token, the header ends with a MAC (`Mac`), so that who is on the path can
+neither inject, change, repeat nor drop one unnoticed.
+
 The decoder allocates a msgpack list by its declared length, so a few bytes of nested lists could
 cost gigabytes. Hence two bounds: list length and nesting depth.
 """
 
+import hashlib
+import hmac
 import re
 import struct
 from typing import Any, Final, NamedTuple, NoReturn
@@ -132,10 +137,57 @@ class Frame(NamedTuple):
     payload_nbytes: int
 
 
+class Mac:
+    """Authenticates the headers of one direction, in their order, by keyed BLAKE2b.
+
+    It covers a header, the length of its payload and the number of the frame. One thread at a time.
+    """
+
+    NBYTES: Final = 16
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._number = 0
+
+    def of(self, packed: bytes | bytearray | memoryview, payload_nbytes: int) -> bytes:
+        """The MAC of the next frame; the same until `next`."""
+        counted = _COUNTED.pack(self._number, payload_nbytes)
+        return hashlib.blake2b(counted + packed, key=self._key, digest_size=self.NBYTES).digest()
+
+    def next(self) -> None:
+        """A frame was sent or received in full."""
+        self._number += 1
+
+    def check(self, received: memoryview, payload_nbytes: int) -> memoryview:
+        """The packed header of the next frame, without its MAC.
+
+        Raises:
+            ProtocolError: it is not what the other end has sent.
+        """
+        packed = received[: -self.NBYTES]
+        if not hmac.compare_digest(self.of(packed, payload_nbytes), received[-self.NBYTES :]):
+            raise ProtocolError("a message without the MAC of this connection")
+        self.next()
+        return packed
+
+
+_COUNTED: Final = struct.Struct(">QQ")
+
+
+class Macs(NamedTuple):
+    sends: Mac
+    receives: Mac
+
+
 def encode_frame(
-    header: Header, payload_nbytes: int = 0, *, max_header_bytes: int = MAX_HEADER_BYTES
+    header: Header,
+    payload_nbytes: int = 0,
+    *,
+    max_header_bytes: int = MAX_HEADER_BYTES,
+    mac: Mac | None = None,
 ) -> bytes:
-    """Prologue and header; the caller sends the payload's bytes after them.
+    """Prologue and header; the caller sends the payload's bytes after them. With a `mac`, the same
+    arguments give the same bytes until `Mac.next`.
 
     Raises:
         ProtocolError: the header is not plain data, or larger than the bound.
@@ -147,6 +199,8 @@ def encode_frame(
         raise ProtocolError(f"header of {len(packed)} bytes; allowed: {max_header_bytes}")
     if not 0 <= payload_nbytes < 1 << 64:
         raise ProtocolError(f"a payload cannot have {payload_nbytes} bytes")
+    if mac is not None:
+        packed += mac.of(packed, payload_nbytes)
     return _PROLOGUE.pack(MAGIC, len(packed), payload_nbytes) + packed
 
 
@@ -170,12 +224,16 @@ def decode_prologue(
     return header_nbytes, payload_nbytes
 
 
-def decode_header(packed: bytes | bytearray | memoryview) -> Any:
-    """The map or list in exactly these bytes.
+def decode_header(
+    packed: bytes | bytearray | memoryview, payload_nbytes: int = 0, mac: Mac | None = None
+) -> Any:
+    """The map or list in exactly these bytes, the header of a frame with such a payload.
 
     Raises:
         ProtocolError: anything else.
     """
+    if mac is not None:
+        packed = mac.check(memoryview(packed), payload_nbytes)
     header = unpack(packed)
     if not isinstance(header, dict | list):
         raise ProtocolError("a frame's header is neither a map nor a list")
@@ -193,8 +251,12 @@ class FrameDecoder:
     """
 
     def __init__(
-        self, max_header_bytes: int = MAX_HEADER_BYTES, max_payload_bytes: int = 0
+        self,
+        max_header_bytes: int = MAX_HEADER_BYTES,
+        max_payload_bytes: int = 0,
+        mac: Mac | None = None,
     ) -> None:
+        self._mac = mac
         self._max_header_bytes = max_header_bytes
         self._max_payload_bytes = max_payload_bytes
         self._pending = bytearray()
@@ -241,7 +303,7 @@ class FrameDecoder:
             self._wanted_bytes = PROLOGUE_BYTES + header_nbytes
             if len(pending) < self._wanted_bytes:
                 continue
-            header = decode_header(bytes(pending[PROLOGUE_BYTES:]))
+            header = decode_header(bytes(pending[PROLOGUE_BYTES:]), payload_nbytes, self._mac)
             pending.clear()
             self._wanted_bytes = PROLOGUE_BYTES
             frames.append(Frame(header, payload_nbytes))

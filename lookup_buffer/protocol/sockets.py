@@ -209,6 +209,12 @@ def _tune(stream: socket.socket) -> None:
             stream.setsockopt(socket.SOL_SOCKET, option, _ONE_HOST_BUFFER_BYTES)
 
 
+def reset(stream: socket.socket) -> None:
+    """Close a socket that no other thread uses; the remote end sees a reset."""
+    ignore_errors(lambda: stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE))
+    stream.close()
+
+
 def enable_keepalive(stream: socket.socket) -> None:
     """Let the kernel end an idle connection whose remote host no longer answers."""
     options = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))

@@ -22,6 +22,7 @@ from lookup_buffer.protocol.framing import (
     PROLOGUE_BYTES,
     Frame,
     Header,
+    Macs,
     decode_header,
     decode_prologue,
     encode_frame,
@@ -76,6 +77,8 @@ class FramedSocket:
         self._start = self._end = 0  # the bytes in the scratch that are not consumed yet
         self._peeked: Frame | None = None
         self._payload_left = 0
+        self.macs: Macs | None = None
+        """Of the headers from now on; set after the handshake."""
         self._guard = SocketGuard(stream)
         stream.setblocking(True)
         self._send_timeout = KernelTimeout(stream, socket.SO_SNDTIMEO)
@@ -110,6 +113,7 @@ class FramedSocket:
                     sent += self._socket.send(frame[sent:])
                 elif payload is not None:
                     sent += self._socket.send(payload[sent - len(frame) :])
+        self._is_sent()
 
     def send_nowait(
         self, header: Header, payload: memoryview | None = None, before: Header | None = None
@@ -126,11 +130,19 @@ class FramedSocket:
                 sent = self._socket.sendmsg((frame, payload or b""), (), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return 0
-        return None if sent == len(frame) + nbytes else sent
+        if sent < len(frame) + nbytes:
+            return sent
+        self._is_sent()
+        return None
+
+    def _is_sent(self) -> None:
+        if self.macs is not None:
+            self.macs.sends.next()
 
     def _encoded(self, header: Header, payload_nbytes: int, before: Header | None) -> bytes:
-        most = self._limits.max_header_bytes
-        frame = encode_frame(header, payload_nbytes, max_header_bytes=most)
+        most, mac = self._limits.max_header_bytes, self.macs.sends if self.macs else None
+        assert mac is None or before is None, "a MAC is of one frame"
+        frame = encode_frame(header, payload_nbytes, max_header_bytes=most, mac=mac)
         return frame if before is None else encode_frame(before, max_header_bytes=most) + frame
 
     def recv_header(self, timeout: float) -> Frame:
@@ -151,7 +163,7 @@ class FramedSocket:
                 else:
                     packed = memoryview(bytearray(header_nbytes))
                     self._receive(packed, deadline, None)
-                frame = Frame(decode_header(packed), payload_nbytes)
+                frame = self._decoded(packed, payload_nbytes)
         self._payload_left = frame.payload_nbytes
         return frame
 
@@ -287,7 +299,11 @@ class FramedSocket:
         if self._end < start + header_nbytes:
             return None
         self._start = start + header_nbytes
-        return Frame(decode_header(self._scratch[start : self._start]), payload_nbytes)
+        return self._decoded(self._scratch[start : self._start], payload_nbytes)
+
+    def _decoded(self, packed: memoryview, payload_nbytes: int) -> Frame:
+        mac = self.macs.receives if self.macs is not None else None
+        return Frame(decode_header(packed, payload_nbytes, mac), payload_nbytes)
 
     def _read_available(self) -> bool:
         """Read into the scratch without waiting. Returns whether bytes were added."""

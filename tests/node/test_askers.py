@@ -11,9 +11,10 @@ import torch
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.client.handles import LoadOrder
 from lookup_buffer.config import parse_tcp
-from lookup_buffer.errors import LookupBufferError, MissingTensor, ProtocolError
+from lookup_buffer.errors import LookupBufferError, MissingTensor, NodeRefused, ProtocolError
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.node.links import Link
 from lookup_buffer.node.owners import (
     AGAIN_PART_MIN,
     AGAIN_SECONDS,
@@ -22,7 +23,7 @@ from lookup_buffer.node.owners import (
     Answer,
     Owner,
 )
-from lookup_buffer.protocol.auth import connect
+from lookup_buffer.protocol.auth import Purpose, connect
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.messages import (
     Acknowledge,
@@ -41,6 +42,7 @@ from store import Location
 from virtual_loop import VirtualLoop
 
 NAMESPACE = Namespace.named("tests").fingerprint
+PURPOSE = Purpose("handoffs", "tcp://nowhere:1", "node", "boot")
 
 
 class Asker:
@@ -48,9 +50,8 @@ class Asker:
 
     def __init__(self, owner: NodeProcess, boot: str) -> None:
         host, port = parse_tcp(owner.config.listen)
-        self.link = connect(host, port, token=None, timeout=5.0)
-        self.link.send({"op": "handoffs", "boot": boot}, timeout=5.0)
-        self.welcome = self.link.recv_header(timeout=5.0).header
+        purpose = Purpose("handoffs", owner.config.listen, owner.node_id, boot)
+        self.link = connect(host, port, token=None, timeout=5.0, purpose=purpose)
 
     def send(self, request: Request | dict[str, Any]) -> None:
         message = request if isinstance(request, dict) else request.to_wire()
@@ -109,7 +110,6 @@ def test_an_owner_reports_whether_it_has_the_item(producer: Producer) -> None:
 def test_a_take_and_its_acknowledgement(producer: Producer) -> None:
     owner, buffer = producer
     name, asker = handoff(), Asker(owner, buffer.boot)
-    assert asker.welcome == {"status": "ok"}
     with asker.link:
         asker.take(name)
         assert asker.receive() == (1, Answer("absent"))
@@ -150,11 +150,10 @@ def test_a_taker_that_leaves_the_queue_gets_an_answer(producer: Producer) -> Non
     assert buffer.drop_select(name, timeout=5.0) is not None, "with the link went what it had"
 
 
-def test_a_request_to_an_earlier_boot_is_answered_stale(producer: Producer) -> None:
+def test_a_connection_to_an_earlier_boot_is_refused(producer: Producer) -> None:
     owner, _ = producer
-    asker = Asker(owner, "anotherboot")
-    assert asker.welcome == {"status": "stale"}
-    assert ended(asker.link)
+    with pytest.raises(NodeRefused, match="the node was started again"):
+        Asker(owner, "anotherboot")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +235,7 @@ def test_a_connection_stays_until_its_last_lease_ends() -> None:
     asked = owner.ask(Take(1, NAMESPACE, "k@1", 5.0))
     loop.run_for(0.1)
     assert connecting == [owner]
-    owner.connected(ours)
+    owner.connected(Link(ours, PURPOSE, None))
     loop.ahead_seconds += 2 * OWNER_IDLE_SECONDS
     idle = [owner.is_idle]  # not while a request waits for its answer
     theirs.sendall(encode_frame({"id": 1, "state": "leased", "lease_seconds": 200.0}))
@@ -258,7 +257,7 @@ def test_a_lease_for_a_request_that_was_cancelled_is_given_back() -> None:
     owner = Owner(Location("node", "boot", 1, 1), "tcp://nowhere:1", loop, lambda _: None)
     ours, theirs = socket.socketpair()
     asked = owner.ask(Take(1, NAMESPACE, "k@1", 5.0))
-    owner.connected(ours)
+    owner.connected(Link(ours, PURPOSE, None))
     asked.cancel()
     owner.leave(2, 1)
     theirs.sendall(encode_frame({"id": 1, "state": "leased", "token": 7, "lease_seconds": 9.0}))

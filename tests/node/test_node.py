@@ -18,7 +18,7 @@ from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import MissingTensor, NodeRefused, PipeError, ProtocolError
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.protocol.auth import connect
+from lookup_buffer.protocol.auth import Purpose, connect
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.runtime import to_json
@@ -36,6 +36,15 @@ def endpoint(node: NodeProcess, server: EmbeddedServer) -> tuple[str, int]:
     with open_store(server.url, call_timeout_seconds=2.0) as store:
         wait_until(lambda: node.node_id in store.node_infos([node.node_id]), 5.0)
         return parse_tcp(store.node_infos([node.node_id])[node.node_id].endpoint)
+
+
+def reader_of(
+    node: NodeProcess, server: EmbeddedServer, token: str | None = TOKEN, timeout: float = 2.0
+) -> FramedSocket:
+    """A connection such as that of another node that reads tensors."""
+    host, port = endpoint(node, server)
+    purpose = Purpose("tensors", f"tcp://{host}:{port}", node.node_id)
+    return connect(host, port, token=token, timeout=timeout, purpose=purpose)
 
 
 # -- start and end
@@ -178,7 +187,7 @@ def guarded(guarded_node: NodeProcess, valkey_server: EmbeddedServer) -> Iterato
     """A node with a token, which serves others and is at rest as before when the test is over."""
     files = guarded_node.open_files()
     yield guarded_node
-    link = connect(*endpoint(guarded_node, valkey_server), token=TOKEN, timeout=2.0)
+    link = reader_of(guarded_node, valkey_server)
     link.close()
     at_rest(guarded_node, open_files=files, seconds=6.0)
 
@@ -199,10 +208,10 @@ def frame(header: bytes, nbytes: int | None = None, payload: int = 0) -> bytes:
         b"GET / HTTP/1.1\r\n\r\n",
         os.urandom(1000),
         frame(b"", nbytes=(1 << 32) - 1),
-        frame(b"", nbytes=300),
+        frame(b"", nbytes=1100),
         frame(b"\x91\xa5hello", payload=1 << 50),
         frame(b"\x80"),
-        frame(b"\x94\xa5hello\x01\xc4\x01x\xc3"),
+        frame(b"\x95\xa5hello\x92\x04\x04\xc4\x01x\xc3\x90"),
     ],
 )
 def test_garbage_from_a_peer_is_counted_and_ends_its_connection(
@@ -249,7 +258,7 @@ def test_without_the_token_a_peer_gets_no_information(
     guarded: NodeProcess, valkey_server: EmbeddedServer, token: str | None
 ) -> None:
     with pytest.raises(NodeRefused) as caught:
-        connect(*endpoint(guarded, valkey_server), token=token, timeout=3.0)
+        reader_of(guarded, valkey_server, token, timeout=3.0)
     assert TOKEN not in str(caught.value)
 
 
@@ -274,7 +283,7 @@ def test_many_silent_connections_do_not_keep_out_others(
     address = endpoint(guarded, valkey_server)
     crowd = [socket.create_connection(address, 5.0) for _ in range(200)]
     try:
-        link = connect(*address, token=TOKEN, timeout=8.0)
+        link = reader_of(guarded, valkey_server, timeout=8.0)
         link.close()
     finally:
         for one in crowd:
@@ -317,12 +326,12 @@ WRONG: list[dict[str, Any]] = [
 
 
 def test_requests_that_a_peer_may_send(guarded: NodeProcess, valkey_server: EmbeddedServer) -> None:
-    address, name, before = endpoint(guarded, valkey_server), key(), protocol_errors(guarded)
+    name, before = key(), protocol_errors(guarded)
     with guarded.client() as client:
         client.insert(name, tensor_of("x", 1000))
         boot = client.boot
         generation = generation_of(valkey_server, name)
-        link = connect(*address, token=TOKEN, timeout=2.0)
+        link = reader_of(guarded, valkey_server)
         stale = ({"status": "stale"}, 0)
         assert ask(link, key=name.text, boot="another", generation=generation) == stale
         assert ask(link, key=name.text, boot=boot, generation=99) == stale
@@ -339,7 +348,7 @@ def test_requests_that_a_peer_may_send(guarded: NodeProcess, valkey_server: Embe
         ask(link, key=name.text, boot=boot, generation=generation)
         link.abort()
         for wrong in WRONG:
-            link = connect(*address, token=TOKEN, timeout=2.0)
+            link = reader_of(guarded, valkey_server)
             with pytest.raises((PipeError, ProtocolError)):
                 ask(link, **{"key": name.text, "boot": boot, "generation": generation, **wrong})
             link.abort()
@@ -353,7 +362,7 @@ def test_a_peer_that_does_not_read_lets_go_in_time(
     name, nbytes = key(), 16 * MIB
     with guarded.client() as client:
         client.insert(name, tensor_of("x", nbytes))
-        link = connect(*endpoint(guarded, valkey_server), token=TOKEN, timeout=2.0)
+        link = reader_of(guarded, valkey_server)
         ask(link, key=name.text, boot=client.boot, generation=generation_of(valkey_server, name))
         assert client.stats()["pins"] == 1
         wait_until(lambda: client.stats()["pins"] == 0, 2.0 + nbytes / 16e6 + 1.5)

@@ -13,28 +13,40 @@ from nodes import StartNode, key, wait_until
 from patience import scaled
 
 NO_DESCRIPTOR_LEFT = """
-import resource, socket, time
+import asyncio, resource, socket, time
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.protocol.auth import connect
+from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.protocol.auth import Purpose, connect
 
-shelf = Shelf(1 << 20, lambda address, reason: None)
-server = PeerServer(shelf, Counters(), None, lambda address: None, lambda stream, on_end: None)
-host, port = parse_tcp(server.listen("tcp://127.0.0.1:0"))
-server.start("boot")
-first = socket.socket()  # for who connects; none is left for who accepts
-_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (first.fileno() + 1, most))
-first.connect((host, port))
-began = time.process_time()
-time.sleep(0.5)
-assert time.process_time() - began < 0.25, "it tries again and again without a pause"
-resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-first.close()
-connect(host, port, token=None, timeout=20.0).close()
-server.close()
+async def main():
+    loop = asyncio.get_running_loop()
+    shelf = Shelf(1 << 20, lambda address, reason: None)
+    server = PeerServer(
+        loop, shelf, Counters(), None, lambda _: None, lambda *_: None, lambda: 1
+    )
+    endpoint = server.listen("tcp://127.0.0.1:0")
+    server.start(Identity("node", "boot", endpoint))
+    address = parse_tcp(endpoint)
+    first = socket.socket()  # for who connects; none is left for who accepts
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first.fileno() + 1, most))
+    first.connect(address)
+    began = time.process_time()
+    await asyncio.sleep(0.5)
+    assert time.process_time() - began < 0.25, "it tries again and again without a pause"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    first.close()
+    purpose = Purpose("tensors", endpoint, "node")
+    link = await asyncio.to_thread(
+        connect, *address, token=None, timeout=20.0, purpose=purpose
+    )
+    link.close()
+    server.close()
+
+asyncio.run(main())
 """
 
 

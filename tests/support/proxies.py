@@ -311,9 +311,16 @@ def _says(name: str, value: str) -> Callable[[Any], bool]:
     return lambda header: isinstance(header, dict) and header.get(name) == value
 
 
+def _greets(role: str) -> Callable[[Any], bool]:
+    """The hello of a connection in this role."""
+    return lambda header: (
+        isinstance(header, list) and header[:1] == ["hello"] and header[4][0] == role
+    )
+
+
 TO_THE_OWNER: Final[dict[str, Callable[[Any], bool]]] = {
-    "hello": lambda header: isinstance(header, list) and header[:1] == ["hello"],
-    "handoffs": _says("op", "handoffs"),
+    "tensors": _greets("tensors"),
+    "handoffs": _greets("handoffs"),
     "take": _says("op", "take"),
     "get": _says("op", "get"),
     "acknowledge": _says("op", "acknowledge"),
@@ -325,7 +332,7 @@ FROM_THE_OWNER: Final[dict[str, Callable[[Any], bool]]] = {
     "won": _says("state", "won"),
     "present": _says("state", "present"),
 }
-OF_A_NEW_CONNECTION: Final = ("hello", "handoffs")
+OF_A_NEW_CONNECTION: Final = ("tensors", "handoffs")
 STEPS: Final = (*TO_THE_OWNER, *FROM_THE_OWNER)
 """What passes between two nodes for a hand-off."""
 

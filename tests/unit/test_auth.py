@@ -1,6 +1,7 @@
 """The handshake: without the token there is no connection and no information."""
 
 import contextlib
+import hashlib
 import hmac
 import os
 import socket
@@ -13,8 +14,18 @@ from typing import Any
 import pytest
 
 from lookup_buffer.errors import LookupBufferError, NodeRefused, PipeError, ProtocolError
-from lookup_buffer.protocol.auth import PROTOCOL_VERSION, accept_handshake, connect
-from lookup_buffer.protocol.framing import FrameDecoder
+from lookup_buffer.protocol import auth
+from lookup_buffer.protocol.auth import (
+    OLDEST_VERSION,
+    PIPE,
+    PROTOCOL_VERSION,
+    Accepts,
+    Purpose,
+    accept_handshake,
+    connect,
+    only_pipes,
+)
+from lookup_buffer.protocol.framing import FrameDecoder, pack
 from lookup_buffer.protocol.stream import FramedSocket
 from patience import scaled
 
@@ -25,7 +36,10 @@ TIMEOUT = 10.0
 class Server:
     """Accepts one connection and keeps the outcome."""
 
-    def __init__(self, token: str | None, timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self, token: str | None, timeout: float = TIMEOUT, accepts: Accepts = only_pipes
+    ) -> None:
+        self._accepts = accepts
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
         self.pool = ThreadPoolExecutor(1)
@@ -34,7 +48,7 @@ class Server:
     def _accept(self, token: str | None, timeout: float) -> FramedSocket:
         self.listener.settimeout(TIMEOUT)
         stream, _ = self.listener.accept()
-        return accept_handshake(stream, token=token, timeout=timeout)
+        return accept_handshake(stream, token=token, timeout=timeout, accepts=self._accepts)
 
     def __enter__(self) -> "Server":
         return self
@@ -57,8 +71,27 @@ def raw_client() -> Iterator[tuple[FramedSocket, Server]]:
 
 
 def hello(nonce: bytes | None = None, **changes: Any) -> list[Any]:
-    fields = {"word": "hello", "version": PROTOCOL_VERSION, "nonce": nonce or os.urandom(32)}
+    """Of a client."""
+    fields = {
+        "word": "hello",
+        "versions": [OLDEST_VERSION, PROTOCOL_VERSION],
+        "nonce": nonce or os.urandom(32),
+        "has_token": True,
+        "purpose": list(PIPE),
+    }
+    return list((fields | changes).values())
+
+
+def welcome(**changes: Any) -> list[Any]:
+    """The hello of a server."""
+    fields = {"word": "hello", "version": PROTOCOL_VERSION, "nonce": os.urandom(32)}
     return list((fields | {"has_token": True} | changes).values())
+
+
+def proof_of(role: bytes, client_hello: list[Any], server_hello: list[Any]) -> list[Any]:
+    hellos = hashlib.sha256(pack([client_hello, server_hello])).digest()
+    said = b"lookup-buffer " + role + b" proof " + hellos
+    return ["proof", hmac.digest(TOKEN.encode(), said, "sha256")]
 
 
 @pytest.mark.parametrize("token", [None, TOKEN, "", "é\ud800"])
@@ -157,11 +190,9 @@ def test_the_server_proves_nothing_before_the_client_has(
 @pytest.mark.parametrize("role", [b"client", b"server"])
 def test_a_proof_is_bound_to_its_role(raw_client: tuple[FramedSocket, Server], role: bytes) -> None:
     link, _ = raw_client
-    nonce = os.urandom(32)
-    link.send(hello(nonce), timeout=TIMEOUT)
-    server_nonce = link.recv_header(TIMEOUT).header[2]
-    said = b"lookup-buffer link %d %s " % (PROTOCOL_VERSION, role) + nonce + server_nonce
-    link.send(["proof", hmac.digest(TOKEN.encode(), said, "sha256")], timeout=TIMEOUT)
+    mine = hello()
+    link.send(mine, timeout=TIMEOUT)
+    link.send(proof_of(role, mine, link.recv_header(TIMEOUT).header), timeout=TIMEOUT)
     answer = link.recv_header(TIMEOUT).header
     assert answer[0] == ("proof" if role == b"client" else "refused")
 
@@ -171,8 +202,9 @@ def test_a_client_refuses_its_own_proof_reflected() -> None:
 
         def mirror() -> None:
             with FramedSocket(listener.accept()[0]) as link:
-                for _ in range(2):
-                    link.send(link.recv_header(TIMEOUT).header, timeout=TIMEOUT)
+                theirs = link.recv_header(TIMEOUT).header
+                link.send(welcome(nonce=theirs[2]), timeout=TIMEOUT)
+                link.send(link.recv_header(TIMEOUT).header, timeout=TIMEOUT)
 
         mirroring = pool.submit(mirror)
         with pytest.raises(NodeRefused):
@@ -186,7 +218,7 @@ def test_an_impostor_without_the_token_is_refused_by_the_client() -> None:
         def impostor() -> None:
             with FramedSocket(listener.accept()[0]) as link:
                 link.recv_header(TIMEOUT)
-                link.send(hello(), timeout=TIMEOUT)
+                link.send(welcome(), timeout=TIMEOUT)
                 link.recv_header(TIMEOUT)
                 link.send(["proof", os.urandom(32)], timeout=TIMEOUT)
 
@@ -199,18 +231,107 @@ def test_an_impostor_without_the_token_is_refused_by_the_client() -> None:
 BOTH_VERSIONS = rf"version {PROTOCOL_VERSION + 1}, this one {PROTOCOL_VERSION}"
 
 
+@pytest.mark.parametrize(
+    ("versions", "refused"),
+    [
+        ([PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 1], [OLDEST_VERSION, PROTOCOL_VERSION]),
+        (3, PROTOCOL_VERSION),  # as a node of that version says and understands it
+    ],
+)
 def test_another_version_is_refused_and_both_are_named(
-    raw_client: tuple[FramedSocket, Server],
+    raw_client: tuple[FramedSocket, Server], versions: object, refused: object
 ) -> None:
     link, server = raw_client
-    link.send(hello(version=PROTOCOL_VERSION + 1), timeout=TIMEOUT)
-    assert link.recv_header(TIMEOUT) == (["refused", PROTOCOL_VERSION], 0)
-    with pytest.raises(NodeRefused, match=BOTH_VERSIONS):
+    said = hello(versions=versions)
+    link.send(said if isinstance(versions, list) else said[:4], timeout=TIMEOUT)
+    assert link.recv_header(TIMEOUT) == (["refused", refused], 0)
+    theirs = versions[0] if isinstance(versions, list) else versions
+    with pytest.raises(NodeRefused, match=rf"version {theirs}, this one {PROTOCOL_VERSION}"):
         server.outcome.result(TIMEOUT)
 
 
 @pytest.mark.parametrize(
-    "answer", [["refused", PROTOCOL_VERSION + 1], hello(version=PROTOCOL_VERSION + 1)]
+    ("theirs", "ours", "common"),
+    [((4, 4), (4, 5), 4), ((4, 5), (5, 6), 5), ((4, 9), (4, 5), 5), ((4, 4), (5, 6), None)],
+)
+def test_the_newest_common_version_is_spoken(
+    monkeypatch: pytest.MonkeyPatch,
+    theirs: tuple[int, int],
+    ours: tuple[int, int],
+    common: int | None,
+) -> None:
+    """A fleet is upgraded node by node: each version speaks the one before."""
+
+    def speak(versions: tuple[int, int]) -> None:
+        monkeypatch.setattr(auth, "OLDEST_VERSION", versions[0])
+        monkeypatch.setattr(auth, "PROTOCOL_VERSION", versions[1])
+
+    client, server = auth.client_dialogue(None, PIPE), auth.server_dialogue(None, only_pipes)
+    speak(theirs)
+    said = next(client)
+    assert said is not None
+    speak(ours)
+    next(server)
+    if common is None:
+        with pytest.raises(NodeRefused, match="version 4, this one 5 to 6"):
+            server.send(said)
+        return
+    with pytest.raises(StopIteration) as accepted:
+        server.send(said)
+    assert accepted.value.value.version == common
+    speak(theirs)
+    with pytest.raises(StopIteration) as connected:
+        client.send(accepted.value.value.last)
+    assert connected.value.value.version == common
+
+
+NODE = Purpose("tensors", "tcp://10.0.0.1:7000", "node-b")
+
+
+def test_a_proof_is_for_one_purpose(raw_client: tuple[FramedSocket, Server]) -> None:
+    """An attacker who passes a client's proof on to another node has to change its hello."""
+    link, _ = raw_client
+    said, passed_on = hello(purpose=list(NODE)), hello()
+    passed_on[2] = said[2]
+    link.send(passed_on, timeout=TIMEOUT)
+    link.send(proof_of(b"client", said, link.recv_header(TIMEOUT).header), timeout=TIMEOUT)
+    assert link.recv_header(TIMEOUT).header == ["refused"]
+
+
+def test_a_purpose_is_refused_with_a_reason_after_the_proof() -> None:
+    with Server(TOKEN) as server:
+        with pytest.raises(NodeRefused, match="refused: a pipe listens here"):
+            connect("127.0.0.1", server.port, token=TOKEN, timeout=TIMEOUT, purpose=NODE)
+        with pytest.raises(NodeRefused, match="a pipe listens here"):
+            server.outcome.result(TIMEOUT)
+    with Server(TOKEN) as server, pytest.raises(NodeRefused, match="one end has no token"):
+        connect("127.0.0.1", server.port, token="wrong", timeout=TIMEOUT, purpose=NODE)
+
+
+def test_between_nodes_each_header_has_a_mac() -> None:
+    with Server(TOKEN, accepts=lambda _: "") as server:
+        link = connect("127.0.0.1", server.port, token=TOKEN, timeout=TIMEOUT, purpose=NODE)
+        with link, server.outcome.result(TIMEOUT) as other:
+            for _ in range(3):
+                link.send({"op": "get"}, timeout=TIMEOUT)
+                assert other.recv_header(TIMEOUT) == ({"op": "get"}, 0)
+                other.send({"x": "y" * 5000}, memoryview(b"12345"), timeout=TIMEOUT)
+                assert link.recv_header(TIMEOUT) == ({"x": "y" * 5000}, 5)
+                link.recv_into(memoryview(bytearray(5)), timeout=TIMEOUT)
+            assert link.macs is not None
+            link.macs.sends.next()  # as if one had been left out
+            link.send({"op": "get"}, timeout=TIMEOUT)
+            with pytest.raises(ProtocolError, match="without the MAC"):
+                other.recv_header(TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ["refused", [PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 1]],
+        ["refused", PROTOCOL_VERSION + 1],
+        welcome(version=PROTOCOL_VERSION + 1),
+    ],
 )
 def test_a_version_mismatch_names_both_versions(answer: list[object]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
@@ -230,7 +351,11 @@ OTHER_WORDS: dict[str, Any] = {
     "nothing": [],
     "half a refusal": ["refuse"],
     "a map": {"hello": 1},
-    "a version in words": hello(version="1"),
+    "a version in words": hello(versions="1"),
+    "versions in words": hello(versions=["1", "2"]),
+    "no versions": hello(versions=[5, 4]),
+    "half a purpose": hello(purpose=["pipe"]),
+    "a purpose of numbers": hello(purpose=["pipe", "", "", 1]),
     "a short nonce": hello(nonce=b"short"),
     "a long nonce": hello(nonce=bytes(33)),
     "a token of one": hello(has_token=1),
@@ -278,7 +403,7 @@ def test_an_unauthenticated_client_cannot_make_the_server_read_much() -> None:
     with Server(TOKEN) as server:
         loud = socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT)
         with loud, pytest.raises(ProtocolError):
-            loud.sendall(b"LB01" + (257).to_bytes(4, "big") + bytes(8))
+            loud.sendall(b"LB01" + (1025).to_bytes(4, "big") + bytes(8))
             server.outcome.result(TIMEOUT)
 
 

@@ -79,6 +79,14 @@ class Link:
         return False
 
 
+class Dialled:
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def framed(self) -> Link:
+        return self._link
+
+
 def wanted(key: str, done: Callable[[Fetched], None], holders: int = 1) -> Wanted:
     address = (NAMESPACE, key)
     record = Record(*address, "uint8", (NBYTES,), NBYTES, "tensor", 1.0)
@@ -93,11 +101,12 @@ class Fetching:
         self.fetcher = Fetcher(asyncio.get_running_loop(), self.shelf, Counters(), None)
         self.settled: dict[str, Fetched] = {}
 
-        def connect(*_: Any, **__: Any) -> Link:
+        async def dial(*_: Any) -> Dialled:
+            await asyncio.sleep(0)
             self.links.append(Link(fate))
-            return self.links[-1]
+            return Dialled(self.links[-1])
 
-        monkeypatch.setattr(transfer, "connect", connect)
+        monkeypatch.setattr(transfer, "dial", dial)
 
     def done(self, key: str, fetched: Fetched) -> None:
         assert key not in self.settled

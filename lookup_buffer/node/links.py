@@ -1,0 +1,188 @@
+"""Connections between nodes, dialled or accepted on the loop, until their handshake is done.
+
+`dial` connects to another node, `greet` is the accepting side. Both return a socket with the MACs
+of its later frames. Called by `transfer` and `peers` (tensors), and by `owners` (hand-offs).
+"""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final, NamedTuple
+
+from lookup_buffer.config import parse_tcp
+from lookup_buffer.errors import (
+    NodeRefused,
+    PipeBroken,
+    PipeClosed,
+    PipeTimeout,
+    ProtocolError,
+)
+from lookup_buffer.protocol.auth import (
+    HELLO_BYTES,
+    Accepts,
+    Agreement,
+    Dialogue,
+    Purpose,
+    Refusal,
+    client_dialogue,
+    server_dialogue,
+)
+from lookup_buffer.protocol.framing import FrameDecoder, Macs, encode_frame
+from lookup_buffer.protocol.sockets import enable_keepalive, reset, tune
+from lookup_buffer.protocol.stream import FramedSocket
+from lookup_buffer.times import PEER_CONNECT_SECONDS
+from store import Location
+
+TENSORS: Final = "tensors"
+HANDOFFS: Final = "handoffs"
+HANDSHAKE_SECONDS: Final = 2.0
+"""Bound on an accepted handshake."""
+_READ_BYTES: Final = 4096
+
+
+class Link(NamedTuple):
+    """A socket after its handshake, which its owner closes."""
+
+    stream: socket.socket
+    purpose: Purpose
+    macs: Macs | None
+
+    def framed(self) -> FramedSocket:
+        """For the threads that move bytes."""
+        framed = FramedSocket(self.stream)
+        framed.macs = self.macs
+        return framed
+
+
+async def dial(
+    loop: asyncio.AbstractEventLoop,
+    location: Location,
+    endpoint: str,
+    role: str,
+    token: str | None,
+) -> Link:
+    """A connection to the node of `location` at `endpoint`. For hand-offs it must still be the same
+    boot; a request for a tensor names its boot.
+
+    Raises:
+        NodeRefused: another node is there, or one with another token or version.
+        PipeError, ProtocolError: it is not reached in time, or does not speak this protocol.
+        ValueError: the endpoint is no address.
+    """
+    host, port = parse_tcp(endpoint)
+    boot = location.boot if role == HANDOFFS else ""
+    purpose = Purpose(role, endpoint, location.node, boot)
+    async with _translated(f"no connection to {endpoint} in time", PEER_CONNECT_SECONDS):
+        stream = await _connected(loop, host, port)
+        agreement = await _agree(loop, stream, client_dialogue(token, purpose))
+    return Link(stream, purpose, agreement.macs)
+
+
+async def greet(
+    loop: asyncio.AbstractEventLoop, stream: socket.socket, token: str | None, accepts: Accepts
+) -> Link:
+    """The accepting side, for a newly accepted socket, which is closed on any error.
+
+    Raises:
+        NodeRefused: another token or version, or it is for another node.
+        PipeError, ProtocolError: it is too slow, has gone, or does not speak this protocol.
+    """
+    async with _translated("no handshake in time", HANDSHAKE_SECONDS):
+        agreement = await _agree(loop, stream, server_dialogue(token, accepts))
+    return Link(stream, agreement.purpose, agreement.macs)
+
+
+@asynccontextmanager
+async def _translated(too_late: str, seconds: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise PipeTimeout(too_late) from error
+    except OSError as error:
+        raise PipeBroken(f"the connection failed: {error.strerror or error}") from error
+
+
+async def _connected(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.socket:
+    """A socket connected to the first address of `host` that accepts."""
+    failure: OSError | None = None
+    for family, address in await _addresses(loop, host, port):
+        stream = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            stream.setblocking(False)
+            await loop.sock_connect(stream, address)
+        except OSError as error:
+            stream.close()
+            failure = error
+        except BaseException:
+            stream.close()
+            raise
+        else:
+            return stream
+    raise failure or PipeBroken(f"{host} has no address")
+
+
+async def _addresses(
+    loop: asyncio.AbstractEventLoop, host: str, port: int
+) -> list[tuple[int, Any]]:
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return [(family, address) for family, _, _, _, address in found]
+    return [(socket.AF_INET6 if version == 6 else socket.AF_INET, (host, port))]
+
+
+async def _agree(
+    loop: asyncio.AbstractEventLoop, stream: socket.socket, dialogue: Dialogue
+) -> Agreement:
+    """Run one side of the handshake; close the socket on any error. A refusal still arrives."""
+    try:
+        stream.setblocking(False)
+        tune(stream)
+        enable_keepalive(stream)
+        return await _run(loop, stream, dialogue)
+    except NodeRefused:
+        stream.close()
+        raise
+    except BaseException:
+        reset(stream)
+        raise
+
+
+async def _run(
+    loop: asyncio.AbstractEventLoop, stream: socket.socket, dialogue: Dialogue
+) -> Agreement:
+    async def send(message: list[Any] | None) -> None:
+        if message is not None:
+            await loop.sock_sendall(stream, encode_frame(message, max_header_bytes=HELLO_BYTES))
+
+    decoder = FrameDecoder(max_header_bytes=HELLO_BYTES)
+    try:
+        await send(next(dialogue))
+        while True:
+            await send(dialogue.send(await _receive(loop, stream, decoder)))
+    except StopIteration as end:
+        agreement: Agreement = end.value
+        await send(agreement.last)
+        return agreement
+    except Refusal as refusal:
+        await send(refusal.message)
+        raise
+
+
+async def _receive(
+    loop: asyncio.AbstractEventLoop, stream: socket.socket, decoder: FrameDecoder
+) -> Any:
+    """The next message: the ends take turns, so nothing may follow it."""
+    while True:
+        data = await loop.sock_recv(stream, _READ_BYTES)
+        if not data:
+            raise PipeClosed("the remote end closed the connection")
+        frames = decoder.feed(data)
+        if len(frames) > 1 or (frames and decoder.buffered_bytes):
+            raise ProtocolError("more than one message of a handshake at once")
+        if frames:
+            return frames[0].header
