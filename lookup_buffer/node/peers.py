@@ -176,7 +176,13 @@ class PeerServer:
             self._askers += 1
             self.admit(link, self._asker_ended)
         else:
+            self._read(link)
+
+    def _read(self, link: Link) -> None:
+        try:
             self._readers.add(Reader(self, link))
+        except OSError:  # no free descriptor
+            link.stream.close()
 
     def _make_place(self) -> bool:
         """Whether there is a place for one more connection, if need be that of an idle one."""
@@ -280,7 +286,7 @@ class Reader:
         self._requests: deque[list[Asked]] = deque()
         self.is_busy = False
         self.used_at = server.loop.time()
-        stream = link.stream.dup()
+        stream = link.stream.dup()  # each of the two that use it closes its own descriptor
         self._connection = Connection(
             server.loop, link.stream, self._on_message, self._ended, link.macs
         )
