@@ -44,6 +44,13 @@ def test_starting_loads_no_slow_module(arguments: tuple[str, ...]) -> None:
     assert not loaded_after(*arguments) & {*SLOW, "hiredis"}
 
 
+def test_a_command_loads_no_other() -> None:
+    of_others = {f"lookup_buffer.cli.{name}" for name in INSPECTING} - {"lookup_buffer.cli.ls"}
+    loaded = loaded_after("ls", "--help")
+    assert "lookup_buffer.cli.ls" in loaded
+    assert not loaded & of_others
+
+
 @pytest.mark.parametrize(("before", "code"), [("", 130), ("signal.SIG_IGN", 0)])
 def test_ctrl_c_while_modules_are_imported(before: str, code: int) -> None:
     """It ends without output. It has no effect if SIGINT was ignored before, as under `nohup`."""
