@@ -1,22 +1,23 @@
 """Transfers: copies a tensor from another node into the arena.
 
 A batch of what one node has is requested together, on a connection that the loop has dialled and
-keeps; a thread (`lb-fetch`) receives the bytes. The number of transfers is bounded, also for each
-node, so one that is not reached or slow delays only what it is asked for. A connection is closed at
-its first error. The header is compared with the request, and the checksum is computed on arrival;
-the item becomes visible only if both match. If one holder fails, the next is tried. Failures are
-counted, and those that a record does not explain are noted: `registrar` writes them to the store
-with its next beat, for `lookup-buffer why`. Called by `read` and `takes` on the loop's thread.
+keeps. The loop reads headers and reserves memory; a thread (`lb-fetch`) receives bytes that are
+many or not here yet. The number of transfers is bounded, also for each node, so one that is not
+reached or slow delays only what it is asked for. A connection is closed at its first error. The
+header is compared with the request, and the checksum is computed on arrival; the item becomes
+visible only if both match. If one holder fails, the next is tried. Failures are counted, and those
+that a record does not explain are noted: `registrar` writes them to the store with its next beat,
+for `lookup-buffer why`. Called by `read` and `takes`.
 """
 
 import asyncio
 import logging
 import math
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from xxhash import xxh3_64
 
@@ -27,6 +28,7 @@ from lookup_buffer.errors import (
     MissReason,
     NodeRefused,
     PipeError,
+    PipeTimeout,
     ProtocolError,
     TensorTooLarge,
 )
@@ -35,8 +37,8 @@ from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.links import TENSORS, dial
 from lookup_buffer.node.locate import Located
-from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.protocol.framing import Frame
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.times import PEER_ANSWER_SECONDS, PEER_IDLE_SECONDS
@@ -54,8 +56,11 @@ BATCH_BYTES = 4 << 20
 more than their bytes. Larger ones are spread over the threads."""
 BATCH_MAX = 64
 TOLD_TOGETHER = 8
-"""So many small items that have come are told to the loop together."""
+"""So many small items that have come are settled together."""
 TOLD_TOGETHER_BYTES = 1 << 20
+AT_ONCE_BYTES = 256 << 10
+"""Up to so many bytes that have arrived are received on the loop: 50 µs, as long as a thread needs
+to begin."""
 NOTED_MAX = 64
 """Bound on the failures that are noted between two beats; others are dropped."""
 _TOLD = (MissReason.CHECKSUM, MissReason.PEER_FAILED)
@@ -140,8 +145,7 @@ class Holder:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """What is requested together of one holder. While a thread receives it, the thread alone moves
-    items from `left` to `arrived`."""
+    """What is requested together of one holder."""
 
     left: deque[Wanted]
     arrived: list[Wanted] = field(default_factory=list)
@@ -158,6 +162,10 @@ class Batch:
     def fail(self, reason: MissReason, count: int = 1) -> None:
         for _ in range(count):
             self.arrive(Fetched(None, reason))
+
+    def take_arrived(self) -> list[Wanted]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
 
 @dataclass(slots=True)
@@ -227,7 +235,7 @@ class Fetcher:
             batch.fail(MissReason.PEER_FAILED, len(batch.left))
         finally:  # if cancelled, the node ends and no request waits
             holder.users -= 1
-        self._settle(batch.arrived)
+        self._settle(batch.take_arrived())
         if batch.left:
             self._start(batch.left)
 
@@ -245,12 +253,95 @@ class Fetcher:
         await self._receive_over(dialled.framed(), holder, batch)
 
     async def _receive_over(self, link: FramedSocket, holder: Holder, batch: Batch) -> None:
+        """Request the batch and receive it. What comes early is settled before the rest comes.
+
+        Raises:
+            LookupBufferError: the first one that is left did not come; the connection is unusable.
+        """
+        started = self.loop.time()
         try:
-            await self.loop.run_in_executor(self._pool, self._receive_all, link, batch)
+            await self._request(link, batch.left)
+            while batch.left:
+                one = batch.arrive(await self._receive(link, batch.left[0]))
+                if one.fetched.held is not None:
+                    self.counters.fetch_seconds.observe(self.loop.time() - started)
+                early = len(batch.arrived) == TOLD_TOGETHER or one.nbytes > TOLD_TOGETHER_BYTES
+                if batch.left and early:
+                    self._settle(batch.take_arrived())
+                    await asyncio.sleep(0)
         except BaseException:
-            link.abort()  # if cancelled, this stops the thread
+            link.abort()
             raise
         holder.links.append((link, self.loop.time()))
+
+    async def _request(self, link: FramedSocket, wanted: Iterable[Wanted]) -> None:
+        items = [[*one.address, one.source[0].boot, one.source[0].generation] for one in wanted]
+        request = {"op": "get", "items": items}
+        sent = link.send_nowait(request)
+        if sent is not None:
+            await self._on_thread(
+                link, partial(link.send, request, timeout=PEER_ANSWER_SECONDS, already_sent=sent)
+            )
+
+    async def _receive(self, link: FramedSocket, one: Wanted) -> Fetched:
+        """The next answer on the link: the bytes, verified and in the arena, or `stale`."""
+        location = one.source[0]
+        answer, nbytes = await self._header(link)
+        if isinstance(answer, dict) and answer.get("status") == "stale":
+            return Fetched(None, MissReason.STALE)
+        header = self._checked(answer, nbytes, one.address, location)
+        item = self._reserve(one.address, header, location.node, one.loan)
+        item.device = one.located.record.device if one.located.record else ""
+        try:
+            checksum = await self._payload(link, self.shelf.bytes_of(item))
+            if checksum != header.checksum:
+                raise CorruptTensor(f"{location.node} sent bytes that do not match their checksum")
+        except BaseException:
+            self.shelf.abandon(item)
+            raise
+        ticket = self.shelf.commit(item, header.checksum, FETCH_OWNER)
+        self.counters.add("bytes_fetched", item.nbytes)
+        return Fetched(Held(ticket, item))
+
+    async def _header(self, link: FramedSocket) -> Frame:
+        deadline = self.loop.time() + PEER_ANSWER_SECONDS
+        while link.peek() is None:
+            await self._readable(link, deadline)
+            if link.peek() is None:
+                link.check_peeked()
+        return link.recv_header(timeout=0.0)
+
+    async def _readable(self, link: FramedSocket, deadline: float) -> None:
+        readable: asyncio.Future[None] = self.loop.create_future()
+        descriptor = link.descriptor
+        self.loop.add_reader(descriptor, _set, readable)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await readable
+        except TimeoutError as error:
+            raise PipeTimeout("the holder did not answer in time") from error
+        finally:
+            self.loop.remove_reader(descriptor)
+
+    async def _payload(self, link: FramedSocket, memory: memoryview) -> int:
+        """Receive into `memory`, on a thread unless it is small and here. Returns the checksum."""
+        hasher = xxh3_64()
+        receive = partial(link.recv_into, memory, timeout=PEER_ANSWER_SECONDS, hasher=hasher)
+        if memory.nbytes <= AT_ONCE_BYTES and link.has_arrived(memory.nbytes):
+            receive()
+        else:
+            await self._on_thread(link, receive)
+        return hasher.intdigest()
+
+    async def _on_thread(self, link: FramedSocket, move: Callable[[], None]) -> None:
+        """Run `move`, which sends or receives on `link`. Also if cancelled, it has ended then."""
+        moved = self.loop.run_in_executor(self._pool, move)
+        try:
+            await asyncio.shield(moved)
+        except asyncio.CancelledError:
+            link.abort()
+            await asyncio.wait([moved])
+            raise
 
     def _settle(self, arrived: Sequence[Wanted]) -> None:
         """Give these to those who wait, except what the next holder may deliver."""
@@ -266,45 +357,6 @@ class Fetcher:
                 self._start([one])
             else:
                 one.done(one.fetched)
-
-    # -- on `lb-fetch`
-
-    def _receive_all(self, link: FramedSocket, batch: Batch) -> None:
-        """Request the batch and receive it. What comes early is settled before the rest comes.
-
-        Raises:
-            LookupBufferError: the first one that is left did not come; the connection is unusable.
-        """
-        started = time.monotonic()
-        _request(link, batch.left)
-        while batch.left:
-            one = batch.arrive(self._receive(link, batch.left[0]))
-            if one.fetched.held is not None:
-                self.counters.fetch_seconds.observe(time.monotonic() - started)
-            early = len(batch.arrived) == TOLD_TOGETHER or one.nbytes > TOLD_TOGETHER_BYTES
-            if batch.left and early:
-                arrived, batch.arrived = batch.arrived, []
-                call_from_thread(self.loop, self._settle, arrived)
-
-    def _receive(self, link: FramedSocket, one: Wanted) -> Fetched:
-        """The next answer on the link: the bytes, verified and in the arena, or `stale`."""
-        location = one.source[0]
-        answer, nbytes = link.recv_header(timeout=PEER_ANSWER_SECONDS)
-        if isinstance(answer, dict) and answer.get("status") == "stale":
-            return Fetched(None, MissReason.STALE)
-        header = self._checked(answer, nbytes, one.address, location)
-        item = self._reserve(one.address, header, location.node, one.loan)
-        item.device = one.located.record.device if one.located.record else ""
-        try:
-            hasher = xxh3_64()
-            link.recv_into(self.shelf.bytes_of(item), timeout=PEER_ANSWER_SECONDS, hasher=hasher)
-            _check(hasher.intdigest(), header, location)
-        except BaseException:
-            self.shelf.abandon(item)
-            raise
-        ticket = self.shelf.commit(item, header.checksum, FETCH_OWNER)
-        self.counters.add("bytes_fetched", item.nbytes)
-        return Fetched(Held(ticket, item))
 
     def _checked(
         self, answer: object, nbytes: int, address: QualifiedKey, location: Location
@@ -345,11 +397,6 @@ def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
         yield batch
 
 
-def _request(link: FramedSocket, batch: Iterable[Wanted]) -> None:
-    items = [[*one.address, one.source[0].boot, one.source[0].generation] for one in batch]
-    link.send({"op": "get", "items": items}, timeout=PEER_ANSWER_SECONDS)
-
-
-def _check(checksum: int, header: PayloadHeader, location: Location) -> None:
-    if checksum != header.checksum:
-        raise CorruptTensor(f"{location.node} sent bytes that do not match their checksum")
+def _set(readable: "asyncio.Future[None]") -> None:
+    if not readable.done():
+        readable.set_result(None)

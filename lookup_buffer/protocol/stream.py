@@ -77,6 +77,7 @@ class FramedSocket:
         self._start = self._end = 0  # the bytes in the scratch that are not consumed yet
         self._peeked: Frame | None = None
         self._payload_left = 0
+        self._has_ended = False
         self.macs: Macs | None = None
         """Of the headers from now on; set after the handshake."""
         self._guard = SocketGuard(stream)
@@ -178,6 +179,19 @@ class FramedSocket:
                 if self._peeked is None and self._read_available():
                     self._peeked = self._next_frame()
         return self._peeked
+
+    def check_peeked(self) -> None:
+        """After `peek` returned None though there was something to read.
+
+        Raises:
+            PipeClosed, PipeBroken: the remote end has ended the stream.
+            ProtocolError: the frame's header is too large for `peek`.
+        """
+        with self._guard:
+            if self._has_ended:
+                raise _ended(within_frame=self._start < self._end)
+            if self._end - self._start == _SCRATCH_BYTES:
+                raise ProtocolError(f"a header of over {_SCRATCH_BYTES} bytes")
 
     def has_arrived(self, nbytes: int) -> bool:
         """Whether `nbytes` bytes after the frame header of `peek` can be received at once."""
@@ -308,10 +322,12 @@ class FramedSocket:
     def _read_available(self) -> bool:
         """Read into the scratch without waiting. Returns whether bytes were added."""
         self._make_room()
+        room = self._scratch[self._end :]
         try:
-            more = self._socket.recv_into(self._scratch[self._end :], 0, socket.MSG_DONTWAIT)
+            more = self._socket.recv_into(room, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
+        self._has_ended = more == 0 and len(room) > 0
         self._end += more
         return more > 0
 
