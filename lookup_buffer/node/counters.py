@@ -4,12 +4,10 @@ The names of counters form a closed set, `COUNTERS`. Clients of the node and `/m
 Redis gets differences in batches, and hits per key likewise, so that a hit costs no round trip. A
 histogram has fixed buckets, cumulative as Prometheus requires, and a sum.
 
-Most modules of the node count here, on any thread, under one short lock each. `observe` costs 0.5
-µs, since it is part of every transfer. `registrar` flushes the differences; this module does not
-know how the figures are published.
+Most modules of the node count here. `registrar` flushes the differences; this module does not know
+how the figures are published.
 """
 
-import threading
 from bisect import bisect_left
 from collections import Counter
 from itertools import accumulate
@@ -28,22 +26,19 @@ bucket of their own."""
 
 
 class Histogram:
-    """Durations in seconds, counted in the buckets of BOUNDS_SECONDS. Thread-safe."""
+    """Durations in seconds, counted in the buckets of BOUNDS_SECONDS."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._counts = [0] * (len(BOUNDS_SECONDS) + 1)
         self._sum_seconds = 0.0
 
     def observe(self, seconds: float) -> None:
-        with self._lock:
-            self._counts[bisect_left(BOUNDS_SECONDS, seconds)] += 1
-            self._sum_seconds += seconds
+        self._counts[bisect_left(BOUNDS_SECONDS, seconds)] += 1
+        self._sum_seconds += seconds
 
     def read(self) -> tuple[list[int], float]:
         """Cumulative counts, one for each of `BOUNDS_SECONDS` and one for all; the sum."""
-        with self._lock:
-            return list(accumulate(self._counts)), self._sum_seconds
+        return list(accumulate(self._counts)), self._sum_seconds
 
 
 MISS_REASONS: Final = (
@@ -121,10 +116,9 @@ HITS_KEYS_MAX: Final = 100_000
 
 
 class Counters:
-    """Totals since the node's start, and the part that is not flushed yet. Thread-safe."""
+    """Totals since the node's start, and the part that is not flushed yet."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._totals: Counter[str] = Counter()
         self._unflushed: Counter[str] = Counter()
         self._hits: Counter[QualifiedKey] = Counter()
@@ -137,9 +131,8 @@ class Counters:
 
     def add(self, name: str, amount: int = 1) -> None:
         assert name in COUNTERS, name
-        with self._lock:
-            self._totals[name] += amount
-            self._unflushed[name] += amount
+        self._totals[name] += amount
+        self._unflushed[name] += amount
 
     def spare(self, encodes: int) -> None:
         """Count encodes that engines were spared, because they read the output."""
@@ -149,44 +142,37 @@ class Counters:
     def encoded(self, seconds: float) -> None:
         """An engine stored an output, `seconds` after it reported the start of the encode."""
         self.encode_seconds.observe(seconds)
-        with self._lock:
-            for name, amount in ((ENCODES, 1), (ENCODE_MILLISECONDS, round(seconds * 1e3))):
-                self._totals[name] += amount
-                self._unflushed[name] += amount
+        for name, amount in ((ENCODES, 1), (ENCODE_MILLISECONDS, round(seconds * 1e3))):
+            self._totals[name] += amount
+            self._unflushed[name] += amount
 
     def hit(self, item: Item, count: int = 1) -> None:
         """Count hits of `item`, local or remote by its origin, and by its key."""
-        with self._lock:
-            self._count_source(item, count)
-            self._count_hits(item.address, count)
+        self._count_source(item, count)
+        self._count_hits(item.address, count)
 
     def hit_lane(self, address: QualifiedKey, nbytes: int) -> None:
         """Count a hit whose bytes are in the device pool of the reader's process."""
-        with self._lock:
-            self._count_to("lane", 1, nbytes)
-            self._count_hits(address, 1)
+        self._count_to("lane", 1, nbytes)
+        self._count_hits(address, 1)
 
     def hit_handoff(self, item: Item, count: int = 1) -> None:
         """Count hits of a hand-off, not by key: each is hit once, and would displace hot keys."""
-        with self._lock:
-            self._count_source(item, count)
+        self._count_source(item, count)
 
     def totals(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._totals)
+        return dict(self._totals)
 
     def take_unflushed(self) -> tuple[dict[str, int], dict[QualifiedKey, int]]:
         """Counters and hits since the last call; on failure return them by `put_back`."""
-        with self._lock:
-            counters, hits = self._unflushed, self._hits
-            self._unflushed, self._hits = Counter(), Counter()
+        counters, hits = self._unflushed, self._hits
+        self._unflushed, self._hits = Counter(), Counter()
         return dict(counters), dict(hits)
 
     def put_back(self, counters: dict[str, int], hits: dict[QualifiedKey, int]) -> None:
-        with self._lock:
-            self._unflushed.update(counters)
-            for address, count in hits.items():
-                self._count_hits(address, count)
+        self._unflushed.update(counters)
+        for address, count in hits.items():
+            self._count_hits(address, count)
 
     def _count_source(self, item: Item, count: int) -> None:
         source = "local" if item.origin == "local" else "remote"

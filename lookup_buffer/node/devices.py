@@ -10,7 +10,7 @@ same call.
 `Sightings` reads other nodes' pools from their descriptions in the store, so that a reader's pool
 connects to another pool when that is first seen, and not only when it needs a tensor of it (see
 `device.pairs`). Only a node with a receiving pool reads, a few nodes with each beat. Called by
-`desk`, `prefetch` and `registrar` on the loop's thread; methods for any thread say so.
+`desk`, `prefetch` and `registrar` on the loop's thread.
 """
 
 import asyncio
@@ -118,9 +118,9 @@ class Pools:
     publish: Callable[[QualifiedKey], None]
     """Called with copies whose publication is out of date."""
     endpoints: tuple[PoolEndpoint, ...] = ()
-    """Pools from which other nodes may receive; part of the node's description. Any thread."""
+    """Pools from which other nodes may receive; part of the node's description."""
     has_readers: bool = False
-    """Whether one of the pools receives. Any thread."""
+    """Whether one of the pools receives."""
     _pools: dict[Session, Pool] = field(default_factory=dict)
     _offers: dict[QualifiedKey, tuple[_Offered, ...]] = field(default_factory=dict)
 
@@ -205,7 +205,7 @@ class Pools:
             self.publish(address)
 
     def offers(self, address: QualifiedKey) -> bool:
-        """Whether a pool has a copy beside this one. Any thread."""
+        """Whether a pool has a copy beside this one."""
         return address in self._offers
 
     def gone(self, address: QualifiedKey) -> None:
@@ -214,7 +214,7 @@ class Pools:
             offered.pool.let_go([], [address])
 
     def device_of(self, item: Item, node: str) -> DeviceLocation | None:
-        """The device location to publish beside the copy `item`. Any thread."""
+        """The device location to publish beside the copy `item`."""
         for offered in self._offers.get(item.address, ()):
             if offered.stands_beside(item):
                 pool = offered.pool

@@ -5,11 +5,10 @@ that moment. Hand-offs that became available come first, since their producers a
 takers wait; then other new changes, those of a sequence together. Rewrites (a walk of the
 inventory, a store that lost its data) come last and at a bounded rate. Changes whose server of a
 cluster was not reached are held apart by server until `retry`, so that they do not delay the
-others. `registrar` adds from any thread; `publisher` takes on the loop's.
+others. `registrar` adds, `publisher` takes.
 """
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -60,11 +59,8 @@ class Walk:
 
 
 class DirtySet:
-    """Thread-safe."""
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
         self._pace = Pace(AGAIN_PER_SECOND_MAX, BATCH, clock)
         self._urgent: dict[QualifiedKey, Change] = {}
         """Hand-offs that appeared: bounded by the arena."""
@@ -80,102 +76,92 @@ class DirtySet:
 
     def add(self, change: Change) -> bool:
         """Returns whether `wait_seconds` may be shorter now."""
-        with self._lock:
-            self._add(change)
-            return bool(self._urgent) or len(self._fresh) in (1, BATCH)
+        self._add(change)
+        return bool(self._urgent) or len(self._fresh) in (1, BATCH)
 
     def walk(self, addresses: Sequence[QualifiedKey], per_second: float) -> None:
         """Write `addresses` again, in this order and at most `per_second`.
 
         The walk before is finished first. It replaces one that has not begun.
         """
-        with self._lock:
-            self._pace.per_second = per_second
-            self._next_walk = Walk(list(reversed(addresses)), self._clock())
+        self._pace.per_second = per_second
+        self._next_walk = Walk(list(reversed(addresses)), self._clock())
 
     def repeat_recent(self) -> None:
         """Write again what was written within RECENT_SECONDS."""
-        with self._lock:
-            self._forget_old()
-            for _, change in self._recent.values():
-                self._add_again(change)
+        self._forget_old()
+        for _, change in self._recent.values():
+            self._add_again(change)
 
     def take(self, most: int = BATCH) -> list[Change]:
         """Remove and return up to `most` changes that are due. Return those that could not be
         written by `put_back`."""
-        with self._lock:
-            fresh = _pop_first(self._urgent, most)
-            fresh += _pop_first(self._fresh, most - len(fresh))
-            self._forget_old()
-            if fresh:
-                self._taken_at = self._clock()
-            for change in fresh:
-                self._recent.pop(change.address, None)
-                written = Change(change.address, change.reason, paced=True)
-                self._recent[change.address] = (self._clock(), written)
-            room = self._pace.take(min(most - len(fresh), self._count_again()))
-            again = _pop_first(self._again, room)
-            return fresh + again + self._walk_on(room - len(again))
+        fresh = _pop_first(self._urgent, most)
+        fresh += _pop_first(self._fresh, most - len(fresh))
+        self._forget_old()
+        if fresh:
+            self._taken_at = self._clock()
+        for change in fresh:
+            self._recent.pop(change.address, None)
+            written = Change(change.address, change.reason, paced=True)
+            self._recent[change.address] = (self._clock(), written)
+        room = self._pace.take(min(most - len(fresh), self._count_again()))
+        again = _pop_first(self._again, room)
+        return fresh + again + self._walk_on(room - len(again))
 
     def put_back(self, changes: Iterable[Change]) -> None:
         """Return changes that were not written, each to the end of its queue.
 
         A newer change of the same address wins.
         """
-        with self._lock:
-            for change in changes:
-                self._put_back(change)
+        for change in changes:
+            self._put_back(change)
 
     def hold(self, changes: Iterable[Change], place_of: Callable[[QualifiedKey], str]) -> set[str]:
         """As `put_back`, for changes that are not due before `retry`, as their servers were not
         reached. Returns the names of these servers, as `place_of` gives them."""
         places = set()
-        with self._lock:
-            for change in changes:
-                place = place_of(change.address)
-                places.add(place)
-                if any(change.address in queue for queue in self._due_or_held()):
-                    self._put_back(change)
-                else:
-                    self._held.setdefault(place, {})[change.address] = change
-            while self._count_held() > FRESH_MAX:
-                longest = max(self._held.values(), key=len)
-                del longest[next(iter(longest))]
+        for change in changes:
+            place = place_of(change.address)
+            places.add(place)
+            if any(change.address in queue for queue in self._due_or_held()):
+                self._put_back(change)
+            else:
+                self._held.setdefault(place, {})[change.address] = change
+        while self._count_held() > FRESH_MAX:
+            longest = max(self._held.values(), key=len)
+            del longest[next(iter(longest))]
         return places
 
     def retry(self, most: int = BATCH) -> set[str]:
         """Make up to `most` of the held changes due: some of each server, those first that were
         held longest. Returns the names of the servers."""
-        with self._lock:
-            places = set(self._held)
-            for place in places:
-                self._retry(place, max(1, most // len(places)))
+        places = set(self._held)
+        for place in places:
+            self._retry(place, max(1, most // len(places)))
         return places
 
     def retry_place(self, place: str, most: int) -> int:
         """Make up to `most` held changes of this server due, as it is reached again. Returns how
         many are still held."""
-        with self._lock:
-            self._retry(place, most)
-            return len(self._held.get(place, ()))
+        self._retry(place, most)
+        return len(self._held.get(place, ()))
 
     def wait_seconds(self) -> float | None:
         """Seconds until what `take` returns is worth a round trip; None if the set is empty."""
-        with self._lock:
-            if self._urgent or len(self._fresh) >= BATCH:
-                return 0.0
-            waits = []
-            if self._fresh:
-                waits.append(max(0.0, self._taken_at + TOGETHER_SECONDS - self._clock()))
-            if again := self._count_again():
-                waits.append(self._pace.wait_seconds(again))
-            return min(waits, default=None)
+        if self._urgent or len(self._fresh) >= BATCH:
+            return 0.0
+        waits = []
+        if self._fresh:
+            waits.append(max(0.0, self._taken_at + TOGETHER_SECONDS - self._clock()))
+        if again := self._count_again():
+            waits.append(self._pace.wait_seconds(again))
+        return min(waits, default=None)
 
     def __len__(self) -> int:
         """What is in two walks counts twice."""
-        with self._lock:
-            due = len(self._urgent) + len(self._fresh) + self._count_again()
-            return due + self._count_held()
+        due = len(self._urgent) + len(self._fresh) + self._count_again()
+        return due + self._count_held()
 
     def _count_again(self) -> int:
         return len(self._again) + len(self._walk.left) + len(self._next_walk.left)

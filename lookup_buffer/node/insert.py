@@ -28,7 +28,6 @@ from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import TTL_SECONDS, Handoffs
 from lookup_buffer.node.inventory import Item
-from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Waiting
@@ -90,7 +89,7 @@ class Arrivals:
     async def _queued(self, arrival: Arrival) -> Item:
         admitted: asyncio.Future[Item] = self.loop.create_future()
         self._queue[arrival] = admitted
-        self.shelf.when_room(partial(call_from_thread, self.loop, self._room_came))
+        self.shelf.when_room(self._room_came)
         assert arrival.on_wanted is not None
         try:
             self.handoffs.offer(arrival.address, arrival.header, arrival.on_wanted)

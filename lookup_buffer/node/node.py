@@ -5,7 +5,7 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
 `counters`, `loop`, `identity` and `breaker` are used by many and not drawn.
 
     clients ─► control ─► desk                      one method call for each request
-      desk ─► shelf ─► inventory                    pins (bookkeeping, under shelf's lock)
+      desk ─► shelf ─► inventory                    pins
       desk ─► insert ─► shelf                       insert; copies above 512 KiB [lb-copy]
                ├─► handoffs                         hand-offs that wait for space
                ├─► announcements ─► owners          ownership of a hand-off; queries the other owner
@@ -68,7 +68,7 @@ from lookup_buffer.node.http import HttpProcess
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.insert import Arrivals, Inserts
 from lookup_buffer.node.locate import Locator
-from lookup_buffer.node.loop import BlockedLog, NodeLoop, call_from_thread
+from lookup_buffer.node.loop import BlockedLog, NodeLoop
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.owners import Owners
 from lookup_buffer.node.peers import PeerServer
@@ -283,7 +283,7 @@ class Node:
 
     def _changed(self, address: QualifiedKey, reason: str) -> None:
         if reason and self._pools.offers(address):
-            call_from_thread(self._loop, self._pools.gone, address)
+            self._loop.call_soon(self._pools.gone, address)
         self._registrar.changed(address, reason)
 
     def _missed(self, address: QualifiedKey) -> None:

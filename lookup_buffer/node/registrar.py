@@ -5,8 +5,7 @@ nodes' device pools, removes nodes that died long ago, flushes counters, and let
 the dirty set (`dirty_set`). All items and namespaces are written again every third of a record's
 life, and at once after Redis lost its data. Failures, bugs included, are logged and retried: if
 this task ended, other nodes would judge this one dead without a reason in the log. `node.py` starts
-it; `shelf` (through `node.py`) reports changes from any thread, `claims` and `announcements` on the
-loop's.
+it; `shelf` (through `node.py`), `claims` and `announcements` report changes.
 
 `Errands` are the periodic tasks of a beat, each with its own circuit breaker. A store may consist
 of several servers, and each task has its own keys. If a task's server does not answer, the task
@@ -20,7 +19,6 @@ from other nodes are removed, too, since those nodes may read the list later.
 import asyncio
 import logging
 import random
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,7 +33,6 @@ from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, Change, DirtySet
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.inventory import Item
-from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.membership import Directory, Heartbeat, Pulse
 from lookup_buffer.node.publisher import Publisher, Report
 from lookup_buffer.node.shelf import Shelf
@@ -214,8 +211,6 @@ class Invalidations:
 
 @dataclass(slots=True)
 class Registrar:
-    """`changed` and `pending` may be called on any thread; the rest runs on the loop's."""
-
     loop: asyncio.AbstractEventLoop
     storage: Storage
     shelf: Shelf
@@ -253,8 +248,6 @@ class Registrar:
     _must_describe: bool = False
     """One of them is new: not to be left until the next beat."""
     _task: asyncio.Task[None] | None = None
-    _thread_id: int = field(default_factory=threading.get_ident)
-    """The loop's."""
     _beat_at: float = 0.0
     _walked_at: float = 0.0
     _walk_due: bool = False
@@ -277,7 +270,6 @@ class Registrar:
         )  # fmt: skip
 
     def start(self) -> None:
-        self._thread_id = threading.get_ident()
         self._task = self.loop.create_task(self._run())
 
     def changed(
@@ -295,12 +287,8 @@ class Registrar:
         """
         if reason in REMOVAL_REASONS:
             self.counters.add(reason)
-        if not self._dirty.add(Change(address, reason, claim_token, void)):
-            return
-        if threading.get_ident() == self._thread_id:
+        if self._dirty.add(Change(address, reason, claim_token, void)):
             self._wake.set()
-        else:
-            call_from_thread(self.loop, self._wake.set)
 
     def describe(self, fingerprint: str, parts: dict[str, str]) -> None:
         """Publish the parts of a namespace, now and whenever Redis lost them."""

@@ -1,10 +1,9 @@
-"""The arena, its inventory and the local index under one lock, for all threads of the node.
+"""The arena, its inventory and the local index.
 
-The loop pins and releases; `lb-copy`, `lb-fetch` and `lb-peer` write and read bytes. The lock is
-held for bookkeeping only, never during a copy or a checksum. Called by most modules of this folder.
+The bookkeeping belongs to the loop. The threads `lb-copy`, `lb-fetch` and `lb-send` only write and
+read bytes of what is reserved or pinned (`fill`, `bytes_of`). Called by most modules here.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ class Held:
 
 
 class Shelf:
-    """Thread-safe. `on_change(address, reason)` is called, without the lock, for each item that
-    appeared (reason "") or was removed (why)."""
+    """`on_change(address, reason)` is called for each item that appeared (reason "") or was removed
+    (why)."""
 
     def __init__(
         self,
@@ -43,7 +42,6 @@ class Shelf:
         self.local_index = LocalIndex(capacity_bytes)
         self._clock = clock
         self._on_change = on_change
-        self._lock = threading.Lock()
         self._inventory = Inventory(capacity_bytes, clock, self.local_index.remove)
         self._on_room: Callable[[], None] | None = None
         self._offers: dict[QualifiedKey, Item] = {}
@@ -58,54 +56,45 @@ class Shelf:
         Raises:
             BufferFull: pins and reservations would exceed their share.
         """
-        with self._lock:
-            item = self._inventory.find(address)
-            ticket = None if item is None else self._inventory.pin(item, owner, ranks)
+        item = self._inventory.find(address)
+        ticket = None if item is None else self._inventory.pin(item, owner, ranks)
         self._report()
         return None if item is None or ticket is None else Held(ticket, item)
 
     def holds(self, address: QualifiedKey) -> bool:
         """Whether a complete item is at `address`."""
-        with self._lock:
-            return self._inventory.find(address) is not None
+        return self._inventory.find(address) is not None
 
     def holds_each(self, addresses: Sequence[QualifiedKey]) -> list[bool]:
         """As `holds`, for many addresses."""
-        with self._lock:
-            find = self._inventory.find
-            return [find(address) is not None for address in addresses]
+        find = self._inventory.find
+        return [find(address) is not None for address in addresses]
 
     def taken(self, address: QualifiedKey) -> bool:
         """Whether `address` has an item or is being written."""
-        with self._lock:
-            return self._inventory.holds(address)
+        return self._inventory.holds(address)
 
     def touch(self, address: QualifiedKey) -> Item | None:
         """A client read the item through the local index: mark it as used. None if it is gone."""
-        with self._lock:
-            return self._inventory.find(address)
+        return self._inventory.find(address)
 
     def release(self, tickets: Iterable[int], owner: int) -> None:
         """Release tickets; those of other owners are ignored."""
-        with self._lock:
-            for ticket in tickets:
-                self._inventory.unpin(ticket, owner)
+        for ticket in tickets:
+            self._inventory.unpin(ticket, owner)
         self._report()
 
     def done(self, tickets: Iterable[int], rank: int) -> None:
-        with self._lock:
-            for ticket in tickets:
-                self._inventory.done(ticket, rank)
+        for ticket in tickets:
+            self._inventory.done(ticket, rank)
         self._report()
 
     def holds_pins(self, owner: int) -> bool:
-        with self._lock:
-            return bool(self._inventory.pins_of(owner))
+        return bool(self._inventory.pins_of(owner))
 
     def release_all(self, owner: int) -> None:
-        with self._lock:
-            for ticket in self._inventory.pins_of(owner):
-                self._inventory.unpin(ticket, owner)
+        for ticket in self._inventory.pins_of(owner):
+            self._inventory.unpin(ticket, owner)
         self._report()
 
     def bytes_of(self, item: Item) -> memoryview:
@@ -129,12 +118,9 @@ class Shelf:
             TensorTooLarge, BufferFull: see `Inventory.reserve`.
         """
         try:
-            with self._lock:
-                if self._inventory.find(address) or self._inventory.holds(address):
-                    return None
-                return self._inventory.reserve(
-                    address, header, origin=origin, ttl_seconds=ttl_seconds
-                )
+            if self._inventory.find(address) or self._inventory.holds(address):
+                return None
+            return self._inventory.reserve(address, header, origin=origin, ttl_seconds=ttl_seconds)
         finally:
             self._report()
 
@@ -147,16 +133,15 @@ class Shelf:
             TensorTooLarge, BufferFull: see `Inventory.reserve_handoff`.
         """
         try:
-            with self._lock:
-                reserve = partial(
-                    self._inventory.reserve_handoff,
-                    address, header, ttl_seconds=ttl_seconds, wanted=wanted,
-                )  # fmt: skip
-                try:
-                    return reserve()
-                except BufferFull:
-                    self._inventory.remove_expired()
-                    return reserve()
+            reserve = partial(
+                self._inventory.reserve_handoff,
+                address, header, ttl_seconds=ttl_seconds, wanted=wanted,
+            )  # fmt: skip
+            try:
+                return reserve()
+            except BufferFull:
+                self._inventory.remove_expired()
+                return reserve()
         finally:
             self._report()
 
@@ -167,20 +152,18 @@ class Shelf:
             TensorTooLarge, BufferFull: see `Inventory.reserve`.
         """
         try:
-            with self._lock:
-                return self._inventory.reserve_loan(address, header, origin=origin)
+            return self._inventory.reserve_loan(address, header, origin=origin)
         finally:
             self._report()
 
     def commit(self, item: Item, checksum: int, owner: int) -> int:
         """Make a written item visible, unless it is a loan. Returns the ticket of a pin for
         `owner`."""
-        with self._lock:
-            self._inventory.commit(item, checksum)
-            is_loan = item.gone
-            if item.expires_at is None and not is_loan:
-                self.local_index.add(item.address, item.header, item.offset)
-            ticket = self._inventory.pin(item, owner)
+        self._inventory.commit(item, checksum)
+        is_loan = item.gone
+        if item.expires_at is None and not is_loan:
+            self.local_index.add(item.address, item.header, item.offset)
+        ticket = self._inventory.pin(item, owner)
         self._report()
         if not is_loan:
             self._on_change(item.address, "")
@@ -192,16 +175,14 @@ class Shelf:
         Raises:
             BufferFull: see `hold`.
         """
-        with self._lock:
-            return Held(self._inventory.pin(item, owner, ranks), item)
+        return Held(self._inventory.pin(item, owner, ranks), item)
 
     def abandon(self, item: Item) -> None:
-        with self._lock:
-            self._inventory.abandon(item)
+        self._inventory.abandon(item)
         self._report()
 
     def when_room(self, tell: Callable[[], None] | None) -> None:
-        """From now on call `tell`, on any thread, when bytes were freed or became evictable."""
+        """From now on call `tell` when bytes were freed or became evictable."""
         self._on_room = tell
 
     def fill(self, item: Item, source: Mapping | None, offset: int) -> int:
@@ -217,40 +198,34 @@ class Shelf:
         return xxh3_64_intdigest(self.bytes_of(item))
 
     def remove(self, item: Item, reason: str) -> None:
-        with self._lock:
-            self._inventory.remove(item, reason)
+        self._inventory.remove(item, reason)
         self._report()
 
     def remove_expired(self) -> None:
-        with self._lock:
-            self._inventory.remove_expired()
+        self._inventory.remove_expired()
         self._report()
 
     def remove_all(self, items: Iterable[Item], reason: str) -> None:
-        with self._lock:
-            for item in items:
-                self._inventory.remove(item, reason)
+        for item in items:
+            self._inventory.remove(item, reason)
         self._report()
 
     def items_of(self, namespace: str, *, fetched_only: bool = False) -> list[Item]:
         """All complete items of a namespace; `fetched_only`: only those from other nodes."""
-        with self._lock:
-            return [
-                item
-                for item in self._inventory.items()
-                if item.address[0] == namespace and not (fetched_only and item.origin == "local")
-            ]
+        return [
+            item
+            for item in self._inventory.items()
+            if item.address[0] == namespace and not (fetched_only and item.origin == "local")
+        ]
 
     def offer(self, address: QualifiedKey, header: TensorHeader) -> None:
         """There will be an item at `address` once there is space for it: see `published`."""
-        with self._lock:
-            self._offers[address] = self._inventory.offered(address, header)
+        self._offers[address] = self._inventory.offered(address, header)
         self._on_change(address, "")
 
     def retract(self, address: QualifiedKey) -> None:
         """Idempotent."""
-        with self._lock:
-            offered = self._offers.pop(address, None)
+        offered = self._offers.pop(address, None)
         if offered is not None:
             self._on_change(address, GoneReason.RETRACTED)
 
@@ -259,32 +234,27 @@ class Shelf:
     def published(self, address: QualifiedKey) -> Item | None:
         """What the store must have for `address`: the complete item, or else the offer, whose
         checksum is 0."""
-        with self._lock:
-            return self._inventory.peek(address) or self._offers.get(address)
+        return self._inventory.peek(address) or self._offers.get(address)
 
     def peek(self, address: QualifiedKey) -> Item | None:
         """The complete item at `address`, without marking it as used."""
-        with self._lock:
-            return self._inventory.peek(address)
+        return self._inventory.peek(address)
 
     def addresses(self) -> list[QualifiedKey]:
-        with self._lock:
-            return [*(item.address for item in self._inventory.items()), *self._offers]
+        return [*(item.address for item in self._inventory.items()), *self._offers]
 
     def gauges(self) -> Gauges:
-        with self._lock:
-            return self._inventory.gauges()
+        return self._inventory.gauges()
 
     def close(self) -> None:
         self.arena.close()
         self.local_index.close()
 
     def _report(self) -> None:
-        """Call back for the last changes, without the lock."""
+        """Call back for the last changes."""
         inventory = self._inventory
         if inventory.anything_removed:
-            with self._lock:
-                removed = inventory.take_removed()
+            removed = inventory.take_removed()
             for item, reason in removed:
                 self._on_change(item.address, reason)
         on_room = self._on_room
