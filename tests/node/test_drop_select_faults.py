@@ -23,6 +23,7 @@ from nodes import (
     handoff,
     tensor_of,
     wait_until,
+    with_store,
 )
 from patience import scaled
 from proxies import PeerProxy, behind
@@ -189,6 +190,7 @@ def test_a_queued_taker_gets_the_reason_that_another_took_it(
     start_node: StartNode, takers: Callable[..., ClientProcess]
 ) -> None:
     owner, node = owner_of(start_node), start_node()
+    with_store(owner, node)  # else the reason may be that the store is not reached yet
     name = handoff()
     with owner.client() as producer, node.client() as buffer:
         producer.insert(name, tensor_of("line", MIB))
