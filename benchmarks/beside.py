@@ -281,9 +281,10 @@ class Side:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60.0)
+        with self._process:  # closes its pipes
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait(timeout=60.0)
 
 
 @contextmanager

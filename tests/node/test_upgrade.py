@@ -60,9 +60,10 @@ class Client:
         return json.loads(self._process.stdout.readline())
 
     def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(scaled(20.0))
+        with self._process:  # closes its pipes
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait(scaled(20.0))
 
 
 @pytest.fixture
