@@ -2,11 +2,12 @@
 
 Each tree has a Valkey and two nodes of its own, which treat each other as two hosts, and a process
 that calls them. The two take turns: each operation runs in both trees, in an order that alternates,
-so a slow moment of the machine affects both. For each operation: the median of each side, and the
-median of the pairs' ratios (over 1: this tree is faster) with 95 % confidence (bootstrap). The
-table goes to stderr as it grows, JSON to stdout.
+so a slow moment of the machine affects both. Both trees are started several times, since the luck
+of one start (memory, cores) can move a ratio by a fifth. For each operation: the median of each
+side, and the median of the pairs' ratios (over 1: this tree is faster) with 95 % confidence
+(bootstrap over the starts). The table goes to stderr, JSON to stdout.
 
-    python -m benchmarks.beside [HEAD~1] [--pairs 20] [--operations select-8MiB ...]
+    python -m benchmarks.beside [HEAD~1] [--starts 6] [--pairs 5] [--operations select-8MiB ...]
 """
 
 import argparse
@@ -19,8 +20,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -299,29 +302,38 @@ def worktree(commit: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """95 % confidence of the median, by bootstrap."""
-    medians = sorted(
-        statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)
-    )
-    return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1]
+Pairs = list[tuple[float, float]]
+"""Seconds of an operation in the earlier tree and in this one."""
 
 
-def compare(earlier: Side, now: Side, operation: str, pairs: int) -> dict[str, Any]:
-    times: dict[Side, list[float]] = {earlier: [], now: []}
+def pairs_of(earlier: Side, now: Side, operation: str, count: int) -> Pairs:
     for side in (earlier, now):
         side.seconds(operation)  # not counted: connections, caches
-    for number in range(pairs):
-        for side in (earlier, now) if number % 2 else (now, earlier):
-            times[side].append(side.seconds(operation))
-    ratios = [before / after for before, after in zip(times[earlier], times[now], strict=True)]
+    found: Pairs = []
+    for number in range(count):
+        if number % 2:
+            before = earlier.seconds(operation)
+            found.append((before, now.seconds(operation)))
+        else:
+            after = now.seconds(operation)
+            found.append((earlier.seconds(operation), after))
+    return found
+
+
+def compared(operation: str, starts: Sequence[Pairs]) -> dict[str, Any]:
+    medians = sorted(_ratio(random.choices(starts, k=len(starts))) for _ in range(RESAMPLES))
+    before, now = zip(*chain.from_iterable(starts), strict=True)
     return {
         "operation": operation,
-        "before_ms": round(statistics.median(times[earlier]) * 1e3, 3),
-        "now_ms": round(statistics.median(times[now]) * 1e3, 3),
-        "ratio": round(statistics.median(ratios), 3),
-        "confidence": [round(end, 3) for end in interval(ratios)],
+        "before_ms": round(statistics.median(before) * 1e3, 3),
+        "now_ms": round(statistics.median(now) * 1e3, 3),
+        "ratio": round(_ratio(starts), 3),
+        "confidence": [round(medians[int(at * (RESAMPLES - 1))], 3) for at in (0.025, 0.975)],
     }
+
+
+def _ratio(starts: Sequence[Pairs]) -> float:
+    return statistics.median(before / now for before, now in chain.from_iterable(starts))
 
 
 def main() -> None:
@@ -329,20 +341,26 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commit", nargs="?", default="HEAD~1")
-    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--starts", type=int, default=6)
+    parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--operations", nargs="+")
     options = parser.parse_args()
-    found = []
-    with worktree(options.commit) as tree, Side(tree) as earlier, Side(ROOT) as now:
-        for operation in options.operations or now.operations:
-            found.append(one := compare(earlier, now, operation, options.pairs))
-            print(
-                f"{operation:32}{one['before_ms']:10.3f}{one['now_ms']:10.3f} ms "
-                f"{one['ratio']:6.2f} {one['confidence']}",
-                file=sys.stderr,
-                flush=True,
-            )
-    emit({"machine": machine(), "before": options.commit, "pairs": options.pairs, "found": found})
+    found: dict[str, list[Pairs]] = defaultdict(list)
+    with worktree(options.commit) as tree:
+        for number in range(options.starts):
+            print(f"start {number + 1} of {options.starts}", file=sys.stderr, flush=True)
+            with Side(tree) as earlier, Side(ROOT) as now:
+                for operation in options.operations or now.operations:
+                    found[operation].append(pairs_of(earlier, now, operation, options.pairs))
+    results = [compared(operation, starts) for operation, starts in found.items()]
+    for one in results:
+        print(
+            f"{one['operation']:32}{one['before_ms']:10.3f}{one['now_ms']:10.3f} ms "
+            f"{one['ratio']:6.2f} {one['confidence']}",
+            file=sys.stderr,
+        )
+    about = {"before": options.commit, "starts": options.starts, "pairs": options.pairs}
+    emit({"machine": machine(), **about, "found": results})
 
 
 if __name__ == "__main__":
