@@ -49,8 +49,6 @@ QUEUED_MAX: Final = 16
 """Bound on the requests that one connection has sent ahead."""
 TOGETHER_BYTES: Final = 4 << 20
 """Items of up to so many bytes are pinned and sent by one call of a thread."""
-AT_ONCE_BYTES: Final = 64 << 10
-"""Up to so many bytes are sent on the loop if the socket takes them: a thread would take longer."""
 PEER_OWNER: Final = -2
 """Owner of the pins on items that are being sent."""
 
@@ -323,10 +321,8 @@ class Reader:
     async def _answer(self, replies: Sequence[Reply]) -> None:
         server = self._server
         nbytes = sum(held.item.nbytes for _, held in replies if held is not None)
-        first, already_sent = 0, 0
         try:
-            if nbytes <= AT_ONCE_BYTES:
-                first, already_sent = self._send_at_once(replies)
+            first, already_sent = self._send_at_once(replies)
         except BaseException:
             server.release(replies)
             raise
@@ -337,8 +333,8 @@ class Reader:
         server.counters.add("bytes_served", nbytes)
 
     def _send_at_once(self, replies: Sequence[Reply]) -> tuple[int, int]:
-        """Send what the socket takes. Returns how many replies are sent, and how many bytes of the
-        next one."""
+        """Send what the socket takes, so that the reader need not wait until a thread is awake.
+        Returns how many replies are sent, and how many bytes of the next one."""
         for number, (header, held) in enumerate(replies):
             sent = self._sender.send_nowait(header, self._server.payload_of(held))
             if sent is not None:
