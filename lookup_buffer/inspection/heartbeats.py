@@ -38,14 +38,14 @@ class HeartbeatMonitor:
         self._first = first
         self.last: dict[str, Beat] = dict(first)
         self._fresh: dict[str, str] = {}
-        """Boot by node, for nodes whose description `wait_unless_fresh` found fresh."""
+        """Boot by node, for nodes whose description `note_fresh` found fresh."""
 
     @classmethod
     async def begin(cls, store: MetadataStore) -> "HeartbeatMonitor":
         return cls(store, await store.beats())
 
     async def wait(self, nodes: Iterable[str] | None = None) -> None:
-        """Read heartbeats until that of each of `nodes` has changed, or the time is up.
+        """Read heartbeats until each of `nodes` is known to be alive, or the time is up.
 
         None means all nodes with a heartbeat. The time ends SILENT_SECONDS after this object was
         made.
@@ -53,25 +53,35 @@ class HeartbeatMonitor:
         if nodes is None:
             nodes = self._first
         awaited = [node for node in nodes if node in self._first]
+        if all(map(self.alive, awaited)):
+            return
         with _progress_shown("waiting for the nodes' heartbeats …"):
-            while not all(self._has_changed(node) for node in awaited):
+            while not all(map(self.alive, awaited)):
                 if self._clock() >= self._until:
                     return
                 await self._sleep(POLL_SECONDS)
                 self.last = await self._store.beats()
 
-    async def wait_unless_fresh(self, nodes: Iterable[str]) -> None:
-        """Count nodes as alive whose description is younger than SILENT_SECONDS, without a wait.
+    async def note_fresh(self, nodes: Iterable[str]) -> None:
+        """Count those of `nodes` as alive whose description is younger than SILENT_SECONDS.
 
-        A full server may refuse descriptions, and keeps heartbeats only. So this waits for `nodes`
-        as `wait` does if no description was fresh so far, or the store tells no age.
+        An older description tells nothing: a full server may refuse descriptions, and keeps
+        heartbeats only. A store that tells no ages has no fresh ones.
         """
-        nodes = [node for node in nodes if node in self._first and node not in self._fresh]
         if isinstance(self._store, BrowsableStore):
+            nodes = [node for node in nodes if node in self._first and node not in self._fresh]
             ages = await self._store.node_ages(nodes)
             fresh = [node for node, seconds in ages.items() if seconds < SILENT_SECONDS]
             for node, info in (await self._store.node_infos(fresh)).items():
                 self._fresh[node] = info.boot
+
+    async def wait_unless_fresh(self, nodes: Iterable[str]) -> None:
+        """As `note_fresh`; then as `wait` if no description was fresh so far.
+
+        So a list of records is not delayed by each node that is dead.
+        """
+        nodes = list(nodes)
+        await self.note_fresh(nodes)
         if nodes and not self._fresh:
             await self.wait(nodes)
 
