@@ -14,6 +14,7 @@ import pytest
 
 from command_line import PROGRAM, assert_refused, environment, run, run_json
 from lookup_buffer.config import SECRETS, BufferConfig
+from lookup_buffer.times import SILENT_SECONDS
 from nodes import StartNode, wait_until
 from patience import scaled
 from servers import alive
@@ -233,13 +234,20 @@ def test_a_node_without_clients_ends_if_so_configured(
 def test_nodes_shows_which_are_alive_and_dead(
     start_node: StartNode, valkey_server: EmbeddedServer
 ) -> None:
+    """Once they have been silent for as long as the command promises."""
     living, killed, stopped = start_node(), start_node(), start_node()
-    everybody = {living.node_id, killed.node_id, stopped.node_id}
+    silent = [killed.node_id, stopped.node_id]
     with open_store(valkey_server.url) as store:
+        everybody = {living.node_id, *silent}
         wait_until(lambda: everybody <= store.beats().keys(), 10.0, "the nodes join")
-    killed.kill()
-    with stopped.frozen():
-        found = run_json("nodes", "--store-url", valkey_server.url)["nodes"]
+        killed.kill()
+        with stopped.frozen():
+            wait_until(
+                lambda: all(age > SILENT_SECONDS for age in store.node_ages(silent).values()),
+                10.0,
+                "both are silent",
+            )
+            found = run_json("nodes", "--store-url", valkey_server.url)["nodes"]
     state = {facts["node"]: facts["alive"] for facts in found}
     assert state[living.node_id] is True
     assert state[killed.node_id] is False
