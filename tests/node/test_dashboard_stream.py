@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ from lookup_buffer.dashboard.http import EXCHANGE_SECONDS
 from memory_store import InMemoryStore
 from nodes import NodeProcess, StartNode, key, wait_until
 from observing import Listener, Stream, address_of, get, serving_feed
-from servers import command, free_port
+from servers import children_of, command, free_port
 
 TOKEN = "nur-fuer-uns-und-niemanden"
 
@@ -83,6 +84,18 @@ def test_the_fleet_is_sampled_once_for_all_pages_and_not_without_a_page(
     with Stream(node) as again:  # a page that is loaded again finds its history
         points = again.event("history")
         assert later["point"]["at"] in [point["at"] for point in points]
+
+
+def test_the_process_needs_no_thread_for_the_store(start_node: StartNode) -> None:
+    node = watched(start_node)
+    (pid,) = children_of(node.pid)
+    with Stream(node) as page:
+        page.event("now")
+        assert get(node, f"/dashboard/why?key={key('never').text}")[0] == 200
+        assert get(node, "/metrics")[0] == 200
+        page.event("now")
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        assert len(tasks) == 1, [(task / "comm").read_text() for task in tasks]
 
 
 def test_any_number_of_queries_is_answered(start_node: StartNode) -> None:
