@@ -45,10 +45,13 @@ def test_starting_loads_no_slow_module(arguments: tuple[str, ...]) -> None:
 
 
 def test_a_command_loads_no_other() -> None:
-    of_others = {f"lookup_buffer.cli.{name}" for name in INSPECTING} - {"lookup_buffer.cli.ls"}
-    loaded = loaded_after("ls", "--help")
-    assert "lookup_buffer.cli.ls" in loaded
-    assert not loaded & of_others
+    assert commands_in(loaded_after("ls", "--help")) == {"ls"}
+
+
+def commands_in(loaded: set[str]) -> set[str]:
+    """The commands whose modules are loaded."""
+    names = (*INSPECTING, "serve", "bench")
+    return {name for name in names if f"lookup_buffer.cli.{name}" in loaded}
 
 
 @pytest.mark.parametrize(("before", "code"), [("", 130), ("signal.SIG_IGN", 0)])
@@ -75,6 +78,11 @@ def test_ctrl_c_while_modules_are_imported(before: str, code: int) -> None:
 
 
 SLOW = {"torch", "numpy", "vllm", "redis", "rich.console", "pydantic"}
+OURS = {
+    "access", "cli", "environment", "errors", "inspection", "key", "protocol", "times",
+}  # fmt: skip
+"""What a command that only reads the store may load of `lookup_buffer`: the rest is for nodes,
+clients and pages."""
 
 
 @pytest.mark.parametrize(
@@ -90,6 +98,13 @@ def test_a_command_loads_the_driver_and_no_slow_module(
     loaded = loaded_after(*arguments, "--store-url", valkey_server.url)
     assert "redis.asyncio.connection" in loaded
     assert not loaded & SLOW - {"redis"}
+    assert commands_in(loaded) == {arguments[0]}
+    ours = {name.split(".")[1] for name in loaded if name.startswith("lookup_buffer.")}
+    assert ours <= OURS
+    assert {name for name in loaded if name.startswith("lookup_buffer.protocol.")} <= {
+        "lookup_buffer.protocol.fields"
+    }
+    assert not loaded & {"store.telemetry", "store.testing"}
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("ls", "--help"), ("stats",)])
