@@ -13,7 +13,7 @@ attempt follows when that key is published or its claim may be free. So two engi
 same keys, in any order, never block each other.
 
 Attempts and the other one-way messages of a session run one after another (`_Turns`): none sees
-another's intermediate state. Called by `desk`, `prefetch` and `insert` on the loop's thread;
+another's intermediate state. Called by `server`, `prefetch` and `insert` on the loop's thread;
 `arbiter` calls the store.
 """
 
@@ -200,7 +200,7 @@ class Claims:
             self.registrar.changed(address, "", self._token(session, address))
 
     def end(self, session: Session) -> None:
-        """The session is over. Its requests are cancelled with its connections."""
+        """The session is over, and none of its requests waits any longer."""
         self._sessions.pop(session, None)
         self._give_back(self.held.drop_all(session), session)
 
@@ -226,7 +226,7 @@ class Claims:
         one = sets[request.id] = _ClaimSet(session, request, tell, given_up)
         turns = self._of(session).turns
         place = turns.queue(turns.attempts)
-        one.task = session.anchor.start(self._claim_all(one, place))
+        one.task = session.start(self._claim_all, one, place)
         if one.task is None:
             turns.leave(place)
         else:  # also if it is cancelled before it begins
@@ -246,8 +246,6 @@ class Claims:
         waiting = self._of(session).sets.pop(request.waiter, None)
         if waiting is not None:
             waiting.give_up()
-        if session.over:
-            return  # it ended at what `give_up` sent
 
         async def release() -> None:
             self._release(session, addresses)
@@ -276,7 +274,8 @@ class Claims:
                 finally:
                     turns.leave(place)
 
-            session.anchor.start(take_turn())
+            if session.start(take_turn) is None:
+                turns.leave(place)
 
     def _promise(self, session: Session, address: QualifiedKey, lease_seconds: float) -> bool:
         """Whether the claim becomes ENCODING here now, and at the store only if the encode takes
@@ -349,8 +348,8 @@ class Claims:
             self._roll_back(one.session, taken)
 
     def _roll_back(self, session: Session, taken: Sequence[QualifiedKey]) -> None:
-        if not session.over:  # else `end` has released them
-            self._release(session, taken)
+        """A set that cannot have all its claims keeps none that it took."""
+        self._release(session, taken)
 
     async def _take(self, session: Session, address: QualifiedKey) -> Answer:
         encoding_seconds = self.held.encoding_seconds(session, address)
@@ -404,7 +403,7 @@ class Claims:
         is_kept = self.held.find(session, address) is not None
         if outcome is ClaimOutcome.GRANTED:
             if is_awaited or is_kept:
-                self._keep(attempt, found.remaining_seconds)
+                self._keep(attempt, found.remaining_seconds, is_awaited=is_awaited)
             elif not attempt.is_unasked:  # nobody would ever release it
                 self._give_back([address], session)
         if is_awaited:
@@ -413,18 +412,15 @@ class Claims:
     def _grant_unasked(self, attempt: _Attempt) -> Answer:
         """Grant it without the store, which may still grant it: it is released like any other."""
         attempt.is_unasked = True
-        self._keep(attempt, 0.0)
+        self._keep(attempt, 0.0, is_awaited=True)
         return Answer(ClaimOutcome.GRANTED, UNASKED, self.holder, attempt.state.value)
 
-    def _keep(self, attempt: _Attempt, granted_seconds: float) -> None:
+    def _keep(self, attempt: _Attempt, granted_seconds: float, *, is_awaited: bool) -> None:
         """Keep the claim for this engine; the store has granted it for `granted_seconds`, 0 if
         unknown."""
         session, address = attempt.session, attempt.address
         claim = self.held.find(session, address)
-        if claim is None and session.over:  # nobody would ever release it
-            self._give_back([address], session)
-            return
-        if claim is not None and not session.over:
+        if claim is not None and is_awaited:
             # The engine attached again: the end of its previous session, which may be detected
             # later, must not release a claim that it still uses.
             claim.session = session

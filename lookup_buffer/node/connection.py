@@ -2,8 +2,8 @@
 
 It decodes frames, encodes replies and passes descriptors both ways (on a unix socket only). It
 never blocks. Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`: a remote end that does
-not read its replies is disconnected. Created by `control` (clients), `handoffs` and `owners`
-(nodes); used on the loop's thread only.
+not read its replies is disconnected. Created by `server` (clients), `handoffs`, `owners` and
+`peers` (nodes); used on the loop's thread only.
 """
 
 import array
@@ -82,10 +82,15 @@ class Connection:
         if not self._open:
             request.close()
             return None
-        task = self._loop.create_task(request)
-        self._requests.add(task)
-        task.add_done_callback(self._requests.discard)
-        return task
+        return self.own(self._loop.create_task(request))
+
+    def own(self, request: "asyncio.Task[None]") -> "asyncio.Task[None]":
+        """Cancel `request` when this connection ends. Returns it."""
+        self._requests.add(request)
+        request.add_done_callback(self._requests.discard)
+        if not self._open:
+            request.cancel()
+        return request
 
     @contextmanager
     def together(self) -> Iterator[None]:

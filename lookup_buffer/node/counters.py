@@ -13,7 +13,7 @@ from collections import Counter
 from itertools import accumulate
 from typing import Final
 
-from lookup_buffer.errors import MissReason
+from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.inventory import Item
 from lookup_buffer.protocol.fields import LANES, Fallback
@@ -133,6 +133,9 @@ class Counters:
         assert name in COUNTERS, name
         self._totals[name] += amount
         self._unflushed[name] += amount
+
+    def miss(self, reason: MaybeMissed) -> None:
+        self.add(f"misses_{reason or MissReason.ABSENT}")
 
     def spare(self, encodes: int) -> None:
         """Count encodes that engines were spared, because they read the output."""

@@ -10,7 +10,7 @@ same call.
 `Sightings` reads other nodes' pools from their descriptions in the store, so that a reader's pool
 connects to another pool when that is first seen, and not only when it needs a tensor of it (see
 `device.pairs`). Only a node with a receiving pool reads, a few nodes with each beat. Called by
-`desk`, `prefetch` and `registrar` on the loop's thread.
+`server`, `prefetch` and `registrar` on the loop's thread.
 """
 
 import asyncio
@@ -382,8 +382,6 @@ class Lanes:
         for pool in held.waiting:
             pool.under_way -= 1
         held.waiting.clear()
-        if held.owner.over and not reason:
-            reason = Fallback.ENDED
         if reason:
             self._let_go(held)
         else:

@@ -10,7 +10,7 @@ A hand-off is never evicted, so its insert beyond their share waits until others
 because it will not stay. So a full share blocks neither takers nor the writers they wait for. There
 is no order: whatever fits is admitted. A hand-off is answered once its ownership is confirmed
 (`announcements`). An insert that was admitted is finished also if its client leaves. Called by
-`desk` and `control`.
+`server`.
 """
 
 import asyncio

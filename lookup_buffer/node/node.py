@@ -1,29 +1,29 @@
 """The node: builds its parts, runs the loop until it is stopped, and closes them in order.
 
 This is the map of the folder. An arrow is a call; in brackets the thread of what is called, if it
-is not the loop's. The loop's thread is the process's main thread. `connection`, `session`,
+is not the loop's. The loop's thread is the process's main thread. `connection`,
 `counters`, `loop`, `identity` and `breaker` are used by many and not drawn.
 
-    clients ─► control ─► desk                      one method call for each request
-      desk ─► shelf ─► inventory                    pins
-      desk ─► insert ─► shelf                       insert; copies above 512 KiB [lb-copy]
+    clients ─► server ─► session                    a call or a task for each request
+      server ─► shelf ─► inventory                  pins
+      server ─► insert ─► shelf                     insert; copies above 512 KiB [lb-copy]
                ├─► handoffs                         hand-offs that wait for space
                ├─► announcements ─► owners          ownership of a hand-off; queries the other owner
                ├─► claims ─► read                   a stored output ends its claim
                └─► read, waiting                    readers of the key continue
-      desk ─► read ─► shelf                         select and has_caches of what is here
+      server ─► read ─► shelf                       select and has_caches of what is here
                ├─► locate ─► store                  the holders of an absent key
                ├─► transfer ─► other nodes          its bytes [lb-fetch]
                │                └─► shelf           where they land
                └─► waiting ─► locate                until a node has it
-      desk ─► prefetch ─► read, claims              many keys, an event for each
+      server ─► prefetch ─► read, claims            many keys, an event for each
                └─► devices                          transfers from device to device
-      desk ─► takes ─► handoffs ─► shelf            drop_select of an item of this node
+      server ─► takes ─► handoffs ─► shelf          drop_select of an item of this node
                ├─► locate, transfer, waiting        of another node's
                └─► owners ─► other nodes            its owner
-      desk ─► claims ─► arbiter ─► store            claims, over the mirror's connections if any
+      server ─► claims ─► arbiter ─► store          claims, over the mirror's connections if any
                └─► held_claims                      what this node's engines hold
-      desk, claims, announcements ─► registrar      marks keys as changed (dirty_set); so do shelf,
+      server, claims, announcements ─► registrar    marks keys as changed (dirty_set); so do shelf,
                                                     devices and peers, through node
       node ─► membership, locate, owners, http      ticks, 4 times a second
 
@@ -34,7 +34,7 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
     other nodes ─► peers ─► shelf                   sends tensors [lb-send]
                     └─► handoffs                    takers of other nodes
     Prometheus, probes, browsers ─► the dashboard's process, which `http` keeps running
-                     ├─► control ─► vitals          /metrics and /healthz, by a message
+                     ├─► server                     /metrics and /healthz, by a message
                      └─► store                      the page
 
 `lb-open` (in `storage`) opens the store and ends; `lb-blocked` (in `loop`) runs at debug level.
@@ -58,9 +58,7 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arbiter import Arbiter
 from lookup_buffer.node.claims import Claims
-from lookup_buffer.node.control import Control
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.desk import Desk
 from lookup_buffer.node.devices import Lanes, Pools, Sightings
 from lookup_buffer.node.handoffs import Askers, Handoffs
 from lookup_buffer.node.held_claims import HeldClaims
@@ -75,11 +73,11 @@ from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
+from lookup_buffer.node.server import Server
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takes import Takes
 from lookup_buffer.node.transfer import Fetcher
-from lookup_buffer.node.vitals import Vitals
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.runtime import LOG_FORMAT
 from lookup_buffer.shm.index import RemoteIndex
@@ -159,25 +157,13 @@ class Node:
             self._loop, self._shelf, handoffs, self._locator, directory, self._owners,
             self._identity, self._registrar, self._counters,
         )  # fmt: skip
-        self._desk = self._make_desk(directory)
-        self._control = Control(
-            self._loop,
-            self._desk,
-            self._identity,
-            self._counters,
-            self._remote_index,
-            config.expectations(),
-            lambda: self._vitals.answer(),
-        )
-        self._vitals = Vitals(
-            self._counters, self._shelf, self._registrar, directory, self._held_claims,
-            self._control,
-        )  # fmt: skip
+        self._server = self._make_server(directory)
 
-    def _make_desk(self, directory: Directory) -> Desk:
+    def _make_server(self, directory: Directory) -> Server:
         loop, shelf, handoffs = self._loop, self._shelf, self._handoffs
         waiting = Waiting(loop, self._locator)
-        reads = Reads(loop, shelf, self._locator, self._fetcher, waiting, self._counters)
+        boot = self._identity.boot
+        reads = Reads(loop, shelf, self._locator, self._fetcher, waiting, self._counters, boot)
 
         def stored(address: QualifiedKey) -> None:
             reads.arrived(address)
@@ -197,17 +183,19 @@ class Node:
             waiting, self._fetcher,
         )  # fmt: skip
         self._registrar.ask_for_devices(self._pools.device_of)
-        return Desk(
+        return Server(
             loop=loop,
-            boot=self._identity.boot,
+            identity=self._identity,
             shelf=shelf,
+            remote_index=self._remote_index,
             reads=reads,
-            takes=takes,
-            registrar=self._registrar,
-            claims=self._claims,
-            counters=self._counters,
             inserts=self._inserts,
-            lanes=Lanes(loop, self._identity.boot, self._locator, self._counters, self._pools),
+            takes=takes,
+            claims=self._claims,
+            lanes=Lanes(loop, boot, self._locator, self._counters, self._pools),
+            registrar=self._registrar,
+            counters=self._counters,
+            expects=self._config.expectations(),
         )
 
     @property
@@ -238,7 +226,7 @@ class Node:
             self._loop.add_signal_handler(number, self._loop.stop)
         if self._http is not None:
             self._http.start(self._identity.node, socket_path, self._config)
-        self._control.listen(socket_path)  # may fail, so before any thread is started
+        self._server.listen(socket_path)  # may fail, so before any thread is started
         self._peers.start(self._identity)
         self._locator.start()
         self._registrar.start()
@@ -276,7 +264,7 @@ class Node:
         self._loop.call_later(DEATH_CHECK_SECONDS, self._check_deaths)
 
     def _check_idle(self) -> None:
-        if self._control.idle_seconds() > self._config.idle_exit_seconds:
+        if self._server.idle_seconds() > self._config.idle_exit_seconds:
             self._loop.stop()
         else:
             self._loop.call_later(IDLE_CHECK_SECONDS, self._check_idle)
@@ -329,7 +317,7 @@ class Node:
             self._finish(asyncio.wait(tasks))
 
     def _close(self) -> None:
-        self._control.close()
+        self._server.close()
         self._askers.close()
         self._owners.close()
         self._finish(self._claims.arbiter.close())

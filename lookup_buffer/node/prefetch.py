@@ -2,26 +2,25 @@
 
 Keys that are here are answered at once, and so are those that certainly no node has; others when
 they have come by a lane or over the hosts. If the session waits for keys that no node has, they are
-answered when they are published. Called by `desk` on the loop's thread.
+answered when they are published. Called by `server` on the loop's thread.
 """
 
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from lookup_buffer.errors import MaybeMissed, MissReason
+from lookup_buffer.errors import BufferFull, MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.read import Reads
-from lookup_buffer.node.session import Session
+from lookup_buffer.node.session import Fields, Session
 from lookup_buffer.node.transfer import Fetched
-from lookup_buffer.protocol.messages import ClaimAll, Prefetch, Request
+from lookup_buffer.protocol.messages import ClaimAll, Prefetch
 
 ENTRIES_MAX = 1024
 """Entries in one event: at most 1 KiB each, and a frame holds 1 MiB."""
@@ -30,9 +29,6 @@ AWAITED_MAX = 4096
 AHEAD_SECONDS = 0.05
 """A prefetch waits at most this long for the claims that were requested with it, since they may
 be many."""
-
-Hold = Callable[[Session, QualifiedKey, Fetched], dict[str, Any] | None]
-"""Pins an address for a session and returns its fields, or why that failed; None if absent here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,22 +42,23 @@ class _Pending:
 
 @dataclass(slots=True)
 class Prefetches:
-    loop: asyncio.AbstractEventLoop
     reads: Reads
     lanes: Lanes
     claims: Claims
     counters: Counters
-    hold: Hold
+    sessions: Mapping[int, Session]
+    """All that are open, by id."""
     _awaited: Counter[int] = field(default_factory=Counter)
     """By session: for how many keys it waits."""
 
     def prefetch(self, session: Session, request: Prefetch) -> None:
         """Send the entries of what is here now, and bring the rest."""
-        entries: list[tuple[int, dict[str, Any]]] = []
+        entries: list[tuple[int, Fields]] = []
         pending = _Pending(session, request)
+        are_attached = self._are_attached(session)
         for index, key in enumerate(request.keys):
             address = (request.namespace, key)
-            entry = self.hold(session, address, Fetched(None))
+            entry = self._hold(session, address, Fetched(None), are_attached=are_attached)
             if entry is None:
                 pending.indexes.setdefault(address, []).append(index)
             else:
@@ -81,20 +78,23 @@ class Prefetches:
         claim_all = ClaimAll(request.claimer, request.namespace, keys, request.wait_seconds)
         located = functools.cache(functools.partial(self._bring, pending))  # that is, once
 
-        def told(event: dict[str, Any]) -> None:
+        def told(event: Fields) -> None:
             with session.anchor.together():
                 located()
-                tell(session, claim_all, event)
+                session.tell(claim_all, event)
+
+        async def locate_later() -> None:
+            await asyncio.sleep(AHEAD_SECONDS)
+            located()
 
         if not (self.claims.arbiter.tells_of_records and self.claims.is_idle(session)):
             located()
-        self.loop.call_later(AHEAD_SECONDS, located)
+        else:
+            session.start(locate_later)
         self.claims.claim_all(session, claim_all, told, located)
 
     def _bring(self, pending: _Pending) -> None:
         """Answer what certainly no node has, unless the session waits for it; bring the rest."""
-        if pending.session.over:
-            return
         rest, missing = [], []
         for address in pending.indexes:
             reason = "" if self._may_wait(pending, address) else self.reads.missing(address)
@@ -105,7 +105,7 @@ class Prefetches:
         if missing:
             self._settle(pending, missing)
         if rest:
-            pending.session.anchor.start(self._bring_rest(pending, rest))
+            pending.session.start(self._bring_rest, pending, rest)
 
     async def _bring_rest(self, pending: _Pending, rest: Sequence[QualifiedKey]) -> None:
         shared = [address for address in rest if not is_handoff(address[1])]
@@ -163,12 +163,12 @@ class Prefetches:
             del self._awaited[pending.session.id]
 
     async def _await(self, pending: _Pending, address: QualifiedKey) -> None:
-        def hold(fetched: Fetched) -> list[tuple[int, dict[str, Any]]] | MissReason | None:
+        def hold(fetched: Fetched) -> list[tuple[int, Fields]] | MissReason | None:
             if self.reads.shelf.holds(address):  # else ranks that are missing do not matter
                 return self._hold_each(pending, address, fetched)
             return MissReason.NO_ROOM if fetched.reason == MissReason.NO_ROOM else None
 
-        found: list[tuple[int, dict[str, Any]]] | MissReason
+        found: list[tuple[int, Fields]] | MissReason
         found = await self.reads.bring(address, pending.request.wait_seconds, hold)
         if isinstance(found, MissReason):
             self._settle(pending, [(address, Fetched(None, found))])
@@ -177,7 +177,7 @@ class Prefetches:
 
     def _settle(self, pending: _Pending, settled: Sequence[tuple[QualifiedKey, Fetched]]) -> None:
         """Send the session the results of these keys: pins, or misses."""
-        if pending.session.over or not settled:
+        if not settled:
             return
         entries = []
         for address, fetched in settled:
@@ -190,32 +190,48 @@ class Prefetches:
 
     def _hold_each(
         self, pending: _Pending, address: QualifiedKey, fetched: Fetched
-    ) -> list[tuple[int, dict[str, Any]]] | None:
+    ) -> list[tuple[int, Fields]] | None:
         """A pin of its own for each handle of the key; None if the key is absent here."""
+        session, are_attached = pending.session, self._are_attached(pending.session)
         held = [
-            (index, self.hold(pending.session, address, fetched))
+            (index, self._hold(session, address, fetched, are_attached=are_attached))
             for index in pending.indexes[address]
         ]
         if all(entry is None for _, entry in held):
             return None
         return [(index, entry or self._missing(fetched.reason)) for index, entry in held]
 
-    def _missing(self, reason: MaybeMissed) -> dict[str, Any]:
-        self.counters.add(miss(reason))
+    def _are_attached(self, session: Session) -> bool:
+        """Whether all ranks of the session's engine have mapped the arena. A worker may attach
+        again before the end of its previous session was detected."""
+        seat = session.seat
+        if seat is None:
+            return True
+        seats = [other.seat for other in self.sessions.values() if other.seat is not None]
+        ranks = {other.rank for other in seats if other.engine_id == seat.engine_id}
+        return len(ranks - {None}) >= seat.world_size
+
+    def _hold(
+        self, session: Session, address: QualifiedKey, fetched: Fetched, *, are_attached: bool
+    ) -> Fields | None:
+        """Pin the item for this session and return its fields, or why that failed; None if it is
+        absent here."""
+        if not are_attached:
+            return {"state": "failed", "reason": MissReason.RANKS_NOT_ATTACHED}
+        try:
+            held = self.reads.hold_fetched(session, address, fetched)
+        except BufferFull:
+            self.counters.miss(MissReason.NO_ROOM)
+            return {"state": "failed", "reason": MissReason.NO_ROOM}
+        return None if held is None else self.reads.resident(held)
+
+    def _missing(self, reason: MaybeMissed) -> Fields:
+        self.counters.miss(reason)
         return {"state": "missing", "reason": reason or MissReason.ABSENT}
 
 
-def tell(session: Session, request: Request, event: dict[str, Any]) -> None:
-    session.anchor.send({"id": request.id, **event})
-
-
-def _push(pending: _Pending, entries: list[tuple[int, dict[str, Any]]]) -> None:
+def _push(pending: _Pending, entries: list[tuple[int, Fields]]) -> None:
     for start in range(0, len(entries), ENTRIES_MAX):
         part = entries[start : start + ENTRIES_MAX]
         event = {"event": "settled", "id": pending.request.id, "entries": part}
         pending.session.anchor.send(event)
-
-
-def miss(reason: MaybeMissed) -> str:
-    """The counter of misses for that reason."""
-    return f"misses_{reason or MissReason.ABSENT}"

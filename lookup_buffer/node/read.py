@@ -2,7 +2,7 @@
 
 A key that is absent here is located and fetched once for all requests that wait for it meanwhile
 (single-flight). A hand-off may be removed or replaced at any moment, so a fetched copy of one is
-never kept: each reader gets its own, which is freed with its pin. Called by `desk`, `prefetch`,
+never kept: each reader gets its own, which is freed with its pin. Called by `server`, `prefetch`,
 `insert` and `claims` on the loop's thread; `transfer` copies on `lb-fetch`.
 """
 
@@ -15,13 +15,14 @@ from typing import Final, TypeVar
 
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey, is_handoff
+from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located, Locator
-from lookup_buffer.node.session import Session
+from lookup_buffer.node.session import Fields, Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
 from lookup_buffer.node.waiting import Waiting
-from lookup_buffer.protocol.messages import Contains
+from lookup_buffer.protocol.messages import Contains, Select, Touch
 from lookup_buffer.times import CALL_SECONDS, NODE_SHARE
 
 GRACE_SECONDS: Final = NODE_SHARE * CALL_SECONDS
@@ -64,20 +65,64 @@ class Reads:
     fetcher: Fetcher
     waiting: Waiting
     counters: Counters
+    boot: str
     _fetches: dict[QualifiedKey, _Fetch] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    # -- what is here
+    # -- select
 
-    def hold(self, session: Session, address: QualifiedKey) -> Held | None:
-        """Pin the item at `address` for the session and count the hit; None if it is absent here,
-        or if the session is over: nobody would release the pin.
+    def select_here(self, session: Session, request: Select) -> Fields | None:
+        """The answer, if it takes no call of the store.
 
         Raises:
             BufferFull: pins and reservations would exceed their share.
         """
-        if session.over:
-            return None
+        address = (request.namespace, request.key)
+        held = self.hold(session, address)
+        if held is not None:
+            return self.resident(held)
+        reason = "" if request.wait_seconds else self.missing(address)
+        return self.missed(reason) if reason else None
+
+    async def select(self, connection: Connection, session: Session, request: Select) -> Fields:
+        """Fetch an item that is absent here; wait for it if the request says so."""
+        address = (request.namespace, request.key)
+
+        def fetching(nbytes: int) -> None:
+            connection.send({"id": request.id, "fetching": nbytes})
+
+        hold = partial(self.hold_fetched, session, address)
+        found = await self.bring(address, request.wait_seconds, hold, fetching)
+        if isinstance(found, Held):
+            return self.resident(found)
+        return self.missed(found, timed_out=request.wait_seconds > 0)
+
+    def resident(self, held: Held) -> Fields:
+        """The answer with a pinned item."""
+        item = held.item
+        return {
+            "state": "resident",
+            "boot": self.boot,
+            "ticket": held.ticket,
+            "offset": item.offset,
+            "generation": item.generation,
+            "header": item.header.to_fields(),
+            "source": item.origin,
+        }
+
+    def missed(self, reason: MissReason, *, timed_out: bool = False) -> Fields:
+        """Count a miss. Returns the answer, with the reason why another attempt found nothing."""
+        self.counters.miss(MissReason.TIMEOUT if timed_out else reason)
+        return {"state": "missing", "reason": reason}
+
+    # -- what is here
+
+    def hold(self, session: Session, address: QualifiedKey) -> Held | None:
+        """Pin the item at `address` for the session and count the hit; None if it is absent here.
+
+        Raises:
+            BufferFull: pins and reservations would exceed their share.
+        """
         held = self.shelf.hold(address, session.id, session.ranks())
         if held is not None:
             self._count(session, held)
@@ -88,11 +133,18 @@ class Reads:
     ) -> Held | None:
         """As `hold`; also if what came is a copy for this reader alone."""
         held = self.hold(session, address)
-        is_lent = is_handoff(address[1]) and not session.over
-        if held is None and fetched.held is not None and is_lent:
+        if held is None and fetched.held is not None and is_handoff(address[1]):
             held = self.shelf.pin(fetched.held.item, session.id, session.ranks())
             self._count(session, held)
         return held
+
+    def touch(self, session: Session, request: Touch) -> None:
+        """Count reads through the local index."""
+        for key, count in request.reads.items():
+            item = self.shelf.touch((request.namespace, key))
+            if item is not None:
+                self.counters.hit(item, count)
+                self.counters.spare(session.encodes * count)
 
     def _count(self, session: Session, held: Held) -> None:
         self.counters.hit(held.item)
@@ -183,17 +235,14 @@ class Reads:
 
     # -- has_caches
 
-    def contains(self, request: Contains) -> tuple[list[bool], list[int]]:
-        """What is known without a call of the store, and the positions of what is not."""
-        present = self.shelf.holds_each([(request.namespace, key) for key in request.keys])
-        away = [index for index, here in enumerate(present) if not here]
-        known = self.locator.known(request.namespace, [request.keys[index] for index in away])
-        for index, held in zip(away, known, strict=True):
-            present[index] = bool(held)
-        return present, [index for index, held in zip(away, known, strict=True) if held is None]
+    def contains_here(self, _: Session, request: Contains) -> Fields | None:
+        """The answer, if it takes no call of the store."""
+        present, unknown = self._known(request)
+        return None if unknown else {"present": present}
 
-    async def look_up(self, request: Contains, present: list[bool], unknown: list[int]) -> None:
-        """Complete what `contains` returned, as far as the request's budget allows."""
+    async def contains(self, _: Connection, __: Session, request: Contains) -> Fields:
+        """Look up what is not known, as far as the request's budget allows."""
+        present, unknown = self._known(request)
         addresses = [(request.namespace, request.keys[index]) for index in unknown]
         located = self.loop.create_task(self.locator.locate(addresses))
         try:
@@ -203,6 +252,16 @@ class Reads:
         if not is_late:
             for index, found in zip(unknown, located.result(), strict=True):
                 present[index] = bool(found.sources)
+        return {"present": present}
+
+    def _known(self, request: Contains) -> tuple[list[bool], list[int]]:
+        """What is known without a call of the store, and the positions of what is not."""
+        present = self.shelf.holds_each([(request.namespace, key) for key in request.keys])
+        away = [index for index, here in enumerate(present) if not here]
+        known = self.locator.known(request.namespace, [request.keys[index] for index in away])
+        for index, held in zip(away, known, strict=True):
+            present[index] = bool(held)
+        return present, [index for index, held in zip(away, known, strict=True) if held is None]
 
     # -- fetches
 

@@ -1,18 +1,29 @@
-"""A client's session: its connections, staging areas and engine rank.
+"""A client's session: its connections, staging areas, engine rank, and the requests that wait.
 
-A session begins with `Hello` on its main connection, the first one. It ends with `Goodbye`, or
-when the client's process ends. If the main connection breaks while the process lives, the session
-ends too, but its pins stay until the process has ended or a bound has passed: the client may be
-copying. Created by `control`; used on the loop's thread only.
+A session begins with `Hello` on its main connection, the first one. It ends with `Goodbye`, or with
+that connection. `Session.run` owns the tasks of its requests, and returns when all of them have
+ended: only then the server gives back what the session holds. Created by `server`; used on the
+loop's thread only.
 """
 
+import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any, ParamSpec
 
 from lookup_buffer.node.connection import Connection
+from lookup_buffer.protocol.messages import Request
 from lookup_buffer.shm.memory import Mapping
 
+Fields = dict[str, Any]
+"""What a reply says, without the request's id."""
 Owner = str | int
 """An engine's id, or the session's number if the client belongs to no engine."""
+P = ParamSpec("P")
+
+
+class _Over(Exception):
+    """Cancels what the session still waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +46,14 @@ class Session:
     seat: Seat | None
     connections: set[Connection] = field(default_factory=set)
     stagings: dict[Connection, Mapping] = field(default_factory=dict)
-    process: int | None = None
-    """A pidfd, readable when the client's process has ended. Set if the client's pid is not
-    valid here: engines in containers have their own pid namespaces. Taken at the start of the
-    session, while the process certainly lives."""
-    over: bool = False
+    _requests: asyncio.TaskGroup | None = None
+    """None before `run`, and after `end`."""
+    _over: "asyncio.Future[bool] | None" = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests."""
+        return self._requests is not None
 
     @property
     def owner(self) -> Owner:
@@ -58,3 +72,64 @@ class Session:
         """The ranks that must report done before a ticket of this session ends. None: the
         session releases its tickets itself."""
         return None if self.seat is None else range(self.seat.world_size)
+
+    def tell(self, request: Request, event: Fields) -> None:
+        """Send an event of `request` on the main connection."""
+        self.anchor.send({"id": request.id, **event})
+
+    async def run(self, opened: Callable[[], object]) -> bool:
+        """Call `opened`, and run requests until `end`; then cancel those that wait.
+
+        Returns what `end` was called with.
+        """
+        self._over = asyncio.get_running_loop().create_future()
+        self.connections.add(self.anchor)
+        says_goodbye = False
+        try:
+            async with asyncio.TaskGroup() as self._requests:
+                opened()
+                says_goodbye = await self._over
+                raise _Over
+        except* _Over:
+            pass
+        finally:  # also if the node ends
+            self.end(says_goodbye=False)
+        return says_goodbye
+
+    def end(self, *, says_goodbye: bool) -> None:
+        """Take no more requests, and close the connections. Idempotent."""
+        self._requests = None
+        if self._over is not None and not self._over.done():
+            self._over.set_result(says_goodbye)
+        for connection in list(self.connections):
+            connection.end(None)
+
+    def start(
+        self,
+        request: Callable[P, Coroutine[Any, Any, object]],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> "asyncio.Task[None] | None":
+        """Run a request that waits, until it ends or the session does."""
+        return self.start_on(self.anchor, request, *arguments, **named)
+
+    def start_on(
+        self,
+        connection: Connection,
+        request: Callable[P, Coroutine[Any, Any, object]],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> "asyncio.Task[None] | None":
+        """As `start`; the end of that connection cancels it, too. It answers its own errors: one
+        that it raises is a bug, which is reported. Returns None if the session has ended."""
+        if self._requests is None:
+            return None
+
+        async def reported() -> None:
+            try:
+                await request(*arguments, **named)
+            except Exception as error:  # noqa: BLE001 -- it must not end the session's others
+                context = {"message": "a request failed; this is a bug", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(context)
+
+        return connection.own(self._requests.create_task(reported()))

@@ -8,7 +8,7 @@ detects it.
 
 The client has a token of this node (`_Grant`). It maps to a lease of the owner, this node or
 another. Only the owner decides: if the connection breaks during an acknowledgement, it is repeated
-over a new one, until no taker could still win. Called by `desk` on the loop's thread.
+over a new one, until no taker could still win. Called by `server` on the loop's thread.
 """
 
 import asyncio

@@ -58,7 +58,6 @@ class Engine:
         self.ends.append(theirs)
 
         def ended(_connection: Connection, _error: object) -> None:
-            session.over = True
             self.lanes.close(session)
             self.lanes.release_all(session)
 

@@ -4,12 +4,13 @@ What goes to the store takes a while, by chance, and arrives in the order in whi
 Nothing runs by itself: `VirtualLoop.run` lets time pass.
 """
 
+import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arbiter import Decision
@@ -21,9 +22,6 @@ from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.protocol.messages import ClaimAll, ClaimOutcome, Encoding, Unclaim
 from store import ClaimAnswer, Claiming, ClaimState, Releasing
 from virtual_loop import VirtualLoop
-
-if TYPE_CHECKING:
-    import asyncio
 
 NAMESPACE = "0" * 64
 
@@ -95,25 +93,32 @@ class Store:
                 self.loop.call_later(0.001, wake)
 
 
-class _Anchor:
-    """A connection, of which only the requests that wait are of interest."""
+@dataclass(slots=True, eq=False)
+class _Session:
+    """As `Session`, of which only the requests that wait are of interest."""
 
-    def __init__(self, loop: VirtualLoop) -> None:
-        self.loop = loop
-        self.tasks: set[asyncio.Task[None]] = set()
+    loop: VirtualLoop
+    owner: str = "engine"
+    is_open: bool = True
+    tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
 
-    def start(self, request: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = self.loop.create_task(request)
+    def start(
+        self, request: Callable[..., Coroutine[Any, Any, None]], *arguments: object
+    ) -> "asyncio.Task[None] | None":
+        if not self.is_open:
+            return None
+        task = self.loop.create_task(request(*arguments))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return task
 
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    anchor: _Anchor
-    owner: str = "engine"
-    over: bool = False
+    async def end(self, closing: Callable[[], None]) -> None:
+        """Cancel the requests a turn later, as a task group does; `closing` comes after them."""
+        for task in self.tasks:
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+        closing()
 
 
 class VirtualNode:
@@ -123,7 +128,7 @@ class VirtualNode:
         self.name = name
         self.loop = store.loop
         self.store = store
-        self.session = _Session(_Anchor(self.loop))
+        self.session: Any = _Session(self.loop)
         self.to_store, self.from_store = Way(self.loop, chance), Way(self.loop, chance)
         parts: Any = self
         self.claims = Claims(
@@ -168,9 +173,9 @@ class VirtualNode:
     # The rest.
 
     def handle(self, request: Any, answer: Callable[[dict[str, Any]], None]) -> None:
-        if self.session.over:
+        if not self.session.is_open:
             return
-        session: Any = self.session
+        session = self.session
         match request:
             case ClaimAll():
                 self.claims.claim_all(session, request, answer)
@@ -180,17 +185,13 @@ class VirtualNode:
                 self.claims.unclaim(session, request)
 
     def publish(self, key: str) -> None:
-        session: Any = self.session
-        self.claims.held.drop(session, (NAMESPACE, key))
+        self.claims.held.drop(self.session, (NAMESPACE, key))
         self.to_store.send(self.store.publish, self, key)
 
     def end(self) -> None:
         """The engine's process died."""
-        self.session.over = True
-        session: Any = self.session
-        self.claims.end(session)
-        for task in self.session.anchor.tasks:
-            task.cancel()
+        self.session.is_open = False
+        self.loop.create_task(self.session.end(partial(self.claims.end, self.session)))
 
     @property
     def is_at_rest(self) -> bool:

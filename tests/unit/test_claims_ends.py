@@ -42,7 +42,7 @@ class Pair:
         for node in (self.here, self.there):
             assert node.is_at_rest
             assert len(node.claims.held) == 0
-            assert not node.session.anchor.tasks
+            assert not node.session.tasks
             assert not node.claims.waiting._waiters
         assert not self.store.watches
 

@@ -151,7 +151,6 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
             if chance.random() < 0.5:
                 for _ in range(chance.randint(0, 6)):
                     await asyncio.sleep(chance.choice([0, 0.0005]))
-                client.session.over = True
             else:
                 assert len(await client.results()) == len(keys)
             node.inserts.unstage(client.session, client.connection)

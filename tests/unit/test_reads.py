@@ -107,7 +107,9 @@ class Node:
         self.transfers: Transfers = transfers
         self.waiting = Waiting(loop, self.locator)
         self.counters = Counters()
-        self.reads = Reads(loop, self.shelf, self.locator, transfers, self.waiting, self.counters)
+        self.reads = Reads(
+            loop, self.shelf, self.locator, transfers, self.waiting, self.counters, "boot"
+        )
         anchor: Any = None
         self.session = Session(1, anchor, None)
 

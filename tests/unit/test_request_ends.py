@@ -1,7 +1,7 @@
 """Requests that wait, at the end of their session, in each turn of the loop; and late timers.
 
-A task that is cancelled by its parent is cancelled a turn later: in between it must not pin or keep
-anything for a session that is over. The connection is real; the store and the locator are not.
+A task that is cancelled by its parent is cancelled a turn later: what it pins or keeps in between
+is given back, too. The session and its connection are real; the store and the locator are not.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from lookup_buffer.node.locate import NOT_REACHED, Located, Locator
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.prefetch import AWAITED_MAX, Prefetches
 from lookup_buffer.node.read import Reads
-from lookup_buffer.node.session import Session
-from lookup_buffer.node.transfer import Fetched, Wanted
+from lookup_buffer.node.session import Seat, Session
+from lookup_buffer.node.transfer import Wanted
 from lookup_buffer.protocol.framing import FrameDecoder
 from lookup_buffer.protocol.messages import (
     Claim,
@@ -70,26 +70,27 @@ class Prefetching(Node):
         self.session = Session(5, connection, None)
         none: Any = None
         lanes: Any = Lanes(fail=by_lane)
-        self.missing_ranks = False
-        self.prefetches = Prefetches(loop, self.reads, lanes, none, self.counters, self.hold)
+        self.prefetches = Prefetches(self.reads, lanes, none, self.counters, {5: self.session})
+        self.serving = loop.create_task(self._serve())
 
-    def hold(
-        self, session: Session, address: QualifiedKey, fetched: Fetched
-    ) -> dict[str, Any] | None:
-        if self.missing_ranks:
-            return {"state": "failed", "reason": MissReason.RANKS_NOT_ATTACHED}
-        held = self.reads.hold_fetched(session, address, fetched)
-        return None if held is None else {"state": "resident", "ticket": held.ticket}
+    async def _serve(self) -> None:
+        """As the server does it."""
+        try:
+            await self.session.run(lambda: None)
+        finally:
+            self.shelf.release_all(self.session.id)
+
+    async def opened(self) -> "Prefetching":
+        while not self.session.is_open:
+            await asyncio.sleep(0)
+        return self
 
     def prefetch(self, *keys: str, wait_seconds: float = 0.0) -> None:
         request = Prefetch(1, NAMESPACE, list(keys), 0, wait_seconds)
         self.prefetches.prefetch(self.session, request)
 
     def goodbye(self) -> None:
-        """As the server does it."""
-        self.session.over = True
-        self.session.anchor.end(None)
-        self.shelf.release_all(self.session.id)
+        self.session.end(says_goodbye=True)
 
     def entries(self) -> list[dict[str, Any]]:
         try:
@@ -100,8 +101,9 @@ class Prefetching(Node):
             entry for message, _ in FrameDecoder().feed(data) for _, entry in message["entries"]
         ]
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.goodbye()
+        await self.serving
         self.theirs.close()
 
 
@@ -121,12 +123,12 @@ def test_a_goodbye_in_any_turn_of_a_prefetch_leaves_no_pin(
     key: str, wait_seconds: float, by_lane: bool
 ) -> None:
     async def pins_after(turns: int) -> int:
-        node = Prefetching(at, by_lane=by_lane)
+        node = await Prefetching(at, by_lane=by_lane).opened()
         node.prefetch(key, wait_seconds=wait_seconds)
         after_turns(turns, node.goodbye)
         for _ in range(50):
             await asyncio.sleep(0)
-        node.close()
+        await node.close()
         pins: int = node.shelf.gauges().pins
         return pins
 
@@ -137,19 +139,19 @@ def test_a_goodbye_in_any_turn_of_a_prefetch_leaves_no_pin(
 @pytest.mark.parametrize("key", ["k", "k@r"])
 def test_each_handle_of_a_key_has_a_pin_of_its_own(key: str, wait_seconds: float) -> None:
     async def test() -> None:
-        node = Prefetching(at)
+        node = await Prefetching(at).opened()
         node.prefetch(key, key, wait_seconds=wait_seconds)
         for _ in range(50):
             await asyncio.sleep(0)
         assert len({entry["ticket"] for entry in node.entries()}) == 2
-        node.close()
+        await node.close()
 
     asyncio.run(test())
 
 
 def test_the_keys_that_a_session_waits_for_are_bounded() -> None:
     async def test() -> None:
-        node = Prefetching(nowhere)
+        node = await Prefetching(nowhere).opened()
         for n in range(3):
             keys = (f"{n}-{index}" for index in range(AWAITED_MAX // 2))
             node.prefetch(*keys, wait_seconds=WAIT_SECONDS)
@@ -157,7 +159,7 @@ def test_the_keys_that_a_session_waits_for_are_bounded() -> None:
             await asyncio.sleep(0)
         assert sum(node.prefetches._awaited.values()) == AWAITED_MAX
         assert {entry["state"] for entry in node.entries()} == {"missing"}
-        node.close()
+        await node.close()
         for _ in range(50):
             await asyncio.sleep(0)
         assert not node.prefetches._awaited
@@ -167,16 +169,16 @@ def test_the_keys_that_a_session_waits_for_are_bounded() -> None:
 
 def test_ranks_that_are_missing_do_not_end_a_wait() -> None:
     async def test() -> None:
-        node = Prefetching(nowhere)
+        node = await Prefetching(nowhere).opened()
         node.prefetch("k", wait_seconds=WAIT_SECONDS)
         while not node.locator.watches:
             await asyncio.sleep(0)
-        node.missing_ranks = True  # a worker restarts
+        node.session.seat = Seat("engine", None, 1, encodes=False, device="")  # a worker restarts
         node.locator.watches[0]()
         for _ in range(50):
             await asyncio.sleep(0)
         assert node.entries() == []
-        node.close()
+        await node.close()
 
     asyncio.run(test())
 
@@ -264,17 +266,23 @@ def test_what_is_located_in_time_counts_though_its_timer_is_due() -> None:
             loop.call_later(0.045, answer.set_result, [at(each) for each in addresses])
             return await answer
 
+        def known(self, _: str, keys: Sequence[str]) -> list[bool | None]:
+            return [None] * len(keys)
+
+    class Nothing:
+        def holds_each(self, addresses: Sequence[QualifiedKey]) -> list[bool]:
+            return [False] * len(addresses)
+
     none: Any = None
     slow: Any = Slow()
-    reads = Reads(loop, none, slow, none, none, Counters())
-    present = [False]
+    nothing: Any = Nothing()
+    reads = Reads(loop, nothing, slow, none, none, Counters(), "boot")
     request = Contains(1, NAMESPACE, ["k"], 0.05)
-    task = loop.create_task(reads.look_up(request, present, [0]))
+    task = loop.create_task(reads.contains(none, none, request))
     loop.run(0.04)
     loop.now = 0.06
     loop.run(0.1)
-    assert task.done()
-    assert present == [True]
+    assert task.result() == {"present": [True]}
 
 
 def test_a_set_that_is_given_up_before_it_begins_holds_up_no_other() -> None:
@@ -377,7 +385,7 @@ def test_what_other_nodes_have_is_brought_together_also_by_who_would_wait(
     wait_seconds: float,
 ) -> None:
     async def test() -> None:
-        node = Prefetching(at)
+        node = await Prefetching(at).opened()
         batches: list[int] = []
         fetch = node.transfers.fetch
 
@@ -391,7 +399,7 @@ def test_what_other_nodes_have_is_brought_together_also_by_who_would_wait(
             await asyncio.sleep(0)
         assert [batch for batch in batches if batch] == [64]
         assert node.locator.looks == 1
-        node.close()
+        await node.close()
 
     asyncio.run(test())
 
@@ -400,12 +408,12 @@ def test_a_prefetch_that_finds_no_room_does_not_wait_for_it() -> None:
     """Its session may hold the pins that fill the arena."""
 
     async def test() -> None:
-        node = Prefetching(at)
+        node = await Prefetching(at).opened()
         node.transfers.reason = MissReason.NO_ROOM
         node.prefetch("k", wait_seconds=WAIT_SECONDS)
         for _ in range(50):
             await asyncio.sleep(0)
         assert [entry["reason"] for entry in node.entries()] == [MissReason.NO_ROOM]
-        node.close()
+        await node.close()
 
     asyncio.run(test())

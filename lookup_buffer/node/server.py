@@ -1,0 +1,489 @@
+"""The server: accepts clients on the unix socket, owns their sessions and dispatches requests.
+
+A request is answered at once where that is possible, by a plain call; else its coroutine runs as a
+task of the session. `Server._handlers` names these two for each type of message. The server handles
+`Hello`, `Join`, `Stage`, `Goodbye` and `Metrics` itself. Runs on the loop's thread. `node` builds
+and starts it.
+"""
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lookup_buffer.errors import LookupBufferError, MissReason, NodeRefused, ProtocolError
+from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.devices import Lanes
+from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.insert import Inserts
+from lookup_buffer.node.prefetch import Prefetches
+from lookup_buffer.node.read import Reads
+from lookup_buffer.node.registrar import Registrar
+from lookup_buffer.node.session import Fields, Seat, Session
+from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.node.takes import Taken, Takes
+from lookup_buffer.protocol.messages import (
+    VERSION,
+    Acknowledge,
+    Claim,
+    ClaimAll,
+    Contains,
+    Describe,
+    Done,
+    Encoding,
+    GiveBack,
+    Goodbye,
+    Hello,
+    Insert,
+    Join,
+    Metrics,
+    Offer,
+    OpenPool,
+    Prefetch,
+    Prepare,
+    Received,
+    Release,
+    ReleaseClaim,
+    Request,
+    Retract,
+    Select,
+    SessionRequest,
+    Stage,
+    Stats,
+    Take,
+    Touch,
+    Unclaim,
+    error_reply,
+    hello_of_another_version,
+    parse,
+)
+from lookup_buffer.shm.index import RemoteIndex
+from lookup_buffer.shm.memory import adopt_staging
+from lookup_buffer.times import QUARANTINE_SECONDS
+
+CONNECTIONS_MAX = 1024
+HELLO_SECONDS = 5.0
+"""A connection that has no session after this time is closed."""
+TRY_AGAIN_SECONDS = 0.05
+"""Pause before the next accept, if the process has no free descriptor."""
+
+
+class Handler(NamedTuple):
+    """`now` answers at once, or returns None: then `later` answers, or the request is one-way.
+
+    A `LookupBufferError` of either is raised by the client; a ProtocolError of `now` closes the
+    connection.
+    """
+
+    now: Callable[[Session, Any], Fields | None] | None = None
+    later: Callable[[Connection, Session, Any], Coroutine[Any, Any, Fields]] | None = None
+
+
+@dataclass(slots=True)
+class Server:
+    loop: asyncio.AbstractEventLoop
+    identity: Identity
+    shelf: Shelf
+    remote_index: RemoteIndex
+    reads: Reads
+    inserts: Inserts
+    takes: Takes
+    claims: Claims
+    lanes: Lanes
+    registrar: Registrar
+    counters: Counters
+    expects: Mapping[str, str | int]
+    """The settings that a client's configuration must share with this node; see `Hello.expects`."""
+    idle_since: float = field(default_factory=time.monotonic)
+    _prefetches: Prefetches = field(init=False)
+    _handlers: dict[type[Request], Handler] = field(init=False)
+    _sessions: dict[int, Session] = field(default_factory=dict)
+    """Those that are open, by id."""
+    _of: dict[Connection, Session | None] = field(default_factory=dict)
+    """Each connection's session; None until Hello or Join, and of one that asks for `Metrics`."""
+    _probes: set[Connection] = field(default_factory=set)
+    """Those that asked for `Metrics` without a session."""
+    _serving: "set[asyncio.Task[None]]" = field(default_factory=set)
+    _listener: socket.socket | None = None
+
+    def __post_init__(self) -> None:
+        pools = self.lanes.pools
+        self._prefetches = Prefetches(
+            self.reads, self.lanes, self.claims, self.counters, self._sessions
+        )
+        self._handlers = {
+            Select: Handler(self.reads.select_here, self.reads.select),
+            Contains: Handler(self.reads.contains_here, self.reads.contains),
+            Touch: Handler(self.reads.touch),
+            Release: Handler(self._release),
+            Done: Handler(self._done),
+            Prefetch: Handler(self._prefetches.prefetch),
+            Take: Handler(self._take_here, self._take),
+            Acknowledge: Handler(self._acknowledge_here, self._acknowledge),
+            GiveBack: Handler(self._give_back),
+            Claim: Handler(None, self._claim),
+            ReleaseClaim: Handler(None, self._release_claim),
+            ClaimAll: Handler(self._claim_all),
+            Encoding: Handler(self.claims.encoding),
+            Unclaim: Handler(self.claims.unclaim),
+            OpenPool: Handler(self.lanes.open),
+            Prepare: Handler(pools.prepare),
+            Offer: Handler(pools.offer),
+            Retract: Handler(pools.retract),
+            Received: Handler(self.lanes.received),
+            Describe: Handler(self._describe),
+            Stats: Handler(self._stats),
+        }
+
+    def listen(self, path: Path) -> None:
+        """Listen on `path` with mode 0600; a stale socket file is replaced.
+
+        The caller holds the directory's lock, so no other node serves this path.
+        """
+        path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(str(path))
+        path.chmod(0o600)
+        self._listener.listen(128)
+        self._watch()
+
+    def close(self) -> None:
+        """Close all connections. Whoever closes the loop ends the sessions' tasks."""
+        if self._listener is not None:
+            self.loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+        for connection in list(self._of):
+            connection.end(None)
+        for serving in self._serving:
+            serving.cancel()
+
+    def idle_seconds(self) -> float:
+        """Seconds since the last connection ended that was more than a question for `Metrics`; 0
+        while there is one."""
+        return 0.0 if self._of.keys() - self._probes else time.monotonic() - self.idle_since
+
+    # -- connections
+
+    def _watch(self) -> None:
+        assert self._listener is not None
+        self.loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no free descriptor: without a pause the loop would retry at once, forever
+            self.loop.remove_reader(self._listener.fileno())
+            self.loop.call_later(TRY_AGAIN_SECONDS, self._watch)
+            return
+        if len(self._of) >= CONNECTIONS_MAX:
+            sock.close()
+            return
+        connection = Connection(self.loop, sock, self._on_message, self._on_end)
+        self._of[connection] = None
+        if connection.uid not in (os.getuid(), 0):
+            connection.end(None)
+            return
+        self.loop.call_later(HELLO_SECONDS, self._expect_hello, connection)
+
+    def _expect_hello(self, connection: Connection) -> None:
+        if connection in self._of and self._of[connection] is None:
+            connection.end(None)
+
+    def _on_end(self, connection: Connection, error: LookupBufferError | None) -> None:
+        if isinstance(error, ProtocolError):
+            self.counters.add("protocol_errors")
+        session = self._of.pop(connection, None)
+        if connection not in self._probes:
+            self.idle_since = time.monotonic()
+        self._probes.discard(connection)
+        if session is None:
+            return
+        session.connections.discard(connection)
+        self.inserts.unstage(session, connection)
+        if connection is session.anchor:
+            session.end(says_goodbye=False)
+
+    # -- requests
+
+    def _on_message(self, connection: Connection, message: Any) -> None:
+        session = self._of[connection]
+        if session is None and (strange := hello_of_another_version(message)) is not None:
+            connection.send(_refusal(*strange))
+            return
+        request = parse(message)
+        try:
+            match request:
+                case Insert() if session is not None and session.is_open:
+                    self.inserts.insert(connection, session, request)
+                case SessionRequest() if session is not None and session.is_open:
+                    self._dispatch(connection, session, request)
+                case Hello() if session is None:
+                    self._hello(connection, request)
+                case Join() if session is None:
+                    self._join(connection, request)
+                case Stage() if session is not None:
+                    self._stage(connection, session, request)
+                case Goodbye() if session is not None:
+                    session.end(says_goodbye=True)
+                case Metrics():
+                    if session is None:
+                        self._probes.add(connection)
+                    connection.send({"id": request.id} | self._metrics())
+                case _:
+                    connection.end(ProtocolError(f"{request.op} out of turn"))
+        except ProtocolError:
+            raise  # `Connection` closes the connection
+        except LookupBufferError as error:
+            connection.send(error_reply(request.id, error))
+
+    def _dispatch(self, connection: Connection, session: Session, request: Request) -> None:
+        now, later = self._handlers[type(request)]
+        answer = None if now is None else now(session, request)
+        if answer is not None:
+            self._answer(connection, session, request, answer)
+        elif later is not None:
+            session.start_on(connection, self._answer_later, connection, session, request, later)
+
+    async def _answer_later(
+        self,
+        connection: Connection,
+        session: Session,
+        request: Request,
+        later: Callable[[Connection, Session, Any], Coroutine[Any, Any, Fields]],
+    ) -> None:
+        try:
+            answer = await later(connection, session, request)
+        except LookupBufferError as error:
+            connection.send(error_reply(request.id, error))
+        else:
+            self._answer(connection, session, request, answer)
+
+    def _answer(
+        self, connection: Connection, session: Session, request: Request, answer: Fields
+    ) -> None:
+        connection.send({"id": request.id, **answer})
+        if not connection.open and "ticket" in answer:  # the client will never release it
+            self.shelf.release([answer["ticket"]], session.id)
+            if "token" in answer:
+                self.takes.give_back(session, answer["token"])
+
+    # -- requests to more than one part, and the form of their answers
+
+    def _release(self, session: Session, request: Release) -> None:
+        self.shelf.release(request.tickets, session.id)
+        self.lanes.release(request.tickets, session)
+
+    def _done(self, _: Session, request: Done) -> None:
+        self.shelf.done(request.tickets, request.rank)
+        self.lanes.done(request.tickets, request.rank)
+
+    def _take_here(self, session: Session, request: Take) -> Fields | None:
+        taken = self.takes.take_here(session, request)
+        return None if taken is None else self._taken(taken)
+
+    async def _take(self, connection: Connection, session: Session, request: Take) -> Fields:
+        def fetching(nbytes: int) -> None:
+            connection.send({"id": request.id, "fetching": nbytes})
+
+        found = await self.takes.take(session, request, fetching)
+        if isinstance(found, Taken):
+            return self._taken(found)
+        waited = request.wait_seconds > 0 and found is not MissReason.OWNER_DEAD
+        return self.reads.missed(found, timed_out=waited)
+
+    def _taken(self, taken: Taken) -> Fields:
+        self.counters.hit_handoff(taken.held.item)
+        lease = {"token": taken.token, "lease_seconds": taken.lease_seconds}
+        return self.reads.resident(taken.held) | lease
+
+    def _acknowledge_here(self, session: Session, request: Acknowledge) -> Fields | None:
+        won = self.takes.acknowledge(session, request.token)
+        return {"won": won.result()} if won.done() else None
+
+    async def _acknowledge(self, _: Connection, session: Session, request: Acknowledge) -> Fields:
+        return {"won": await asyncio.shield(self.takes.acknowledge(session, request.token))}
+
+    def _give_back(self, session: Session, request: GiveBack) -> None:
+        self.takes.give_back(session, request.token)
+
+    async def _claim(self, _: Connection, session: Session, request: Claim) -> Fields:
+        return (await self.claims.claim(session, request)).to_fields()
+
+    async def _release_claim(
+        self, _: Connection, session: Session, request: ReleaseClaim
+    ) -> Fields:
+        return {"released": await self.claims.release(session, request)}
+
+    def _claim_all(self, session: Session, request: ClaimAll) -> None:
+        self.claims.claim_all(session, request, partial(session.tell, request))
+
+    def _describe(self, _: Session, request: Describe) -> None:
+        self.registrar.describe(request.namespace, request.parts)
+
+    def _stats(self, _: Session, __: Stats) -> Fields:
+        stats = {
+            "lane_tickets": self.lanes.count_tickets(),
+            "open_files": len(os.listdir("/proc/self/fd")),
+        }
+        return {"stats": self.gauges() | stats | self.counters.totals()}
+
+    # -- health
+
+    def gauges(self) -> dict[str, int]:
+        """The current values, as `/metrics` shows them."""
+        return {
+            **asdict(self.shelf.gauges()),
+            "unpublished": self.registrar.pending(),
+            "store_up": int(self.registrar.store_up),
+            "store_breaker_open": int(self.registrar.breaker_open),
+            "nodes_alive": self.registrar.directory.count_alive(),
+            "claims": len(self.claims.held),
+            "sessions": len(self._sessions),
+        }
+
+    def unhealthy_reason(self) -> str:
+        """Why the node is unhealthy, as `/healthz` shows it; "" if it is healthy."""
+        if not self.registrar.store_up:
+            return "the store is not reached: only what this host holds is found"
+        if not self.registrar.established:
+            return "the node has not joined its fleet yet: another node may be running with its id"
+        return ""
+
+    def _metrics(self) -> Fields:
+        counters = self.counters
+        return {
+            "values": counters.totals() | self.gauges(),
+            "histograms": {
+                "fetch_seconds": counters.fetch_seconds.read(),
+                "encode_seconds": counters.encode_seconds.read(),
+                "loop_blocked_seconds": counters.loop_blocked_seconds.read(),
+            },
+            "unhealthy": self.unhealthy_reason(),
+        }
+
+    # -- sessions
+
+    def _hello(self, connection: Connection, request: Hello) -> None:
+        for name, wanted in request.expects.items():
+            if self.expects.get(name) == wanted:
+                continue
+            if name == "token":  # a digest: shown, it would help to guess a weak token
+                raise NodeRefused(
+                    "the node that runs here has another token, or none; "
+                    "give both the same token, or use another directory"
+                )
+            raise NodeRefused(
+                f"the node that runs here has {name} = {self.expects.get(name)!r}, but this "
+                f"configuration has {wanted!r}; make them equal, or use another directory"
+            )
+        seat = None if request.seat is None else Seat(*request.seat)
+        number = int.from_bytes(os.urandom(7), "big")
+        session = self._of[connection] = Session(number, connection, seat)
+        serving = self.loop.create_task(self._serve(session, request))
+        self._serving.add(serving)
+        serving.add_done_callback(self._serving.discard)
+
+    async def _serve(self, session: Session, request: Hello) -> None:
+        """One session, from its start until its pins are released. If its main connection breaks
+        without a Goodbye, these are kept until its process has ended, or for QUARANTINE_SECONDS:
+        the client may be copying."""
+        anchor = session.anchor
+        process = anchor.process() if anchor.pid == 0 else None  # it certainly lives now
+        try:
+            try:
+                says_goodbye = await session.run(partial(self._open, session, request))
+            finally:
+                self._sessions.pop(session.id, None)
+                self.lanes.close(session)
+                self.takes.end(session)
+                self.claims.end(session)
+            if not says_goodbye and self._holds_pins(session):  # else it costs no descriptor
+                process = _pidfd(anchor.pid) if process is None else process
+                await self._end_of(process)
+        except ProcessLookupError:
+            pass  # it has ended
+        finally:
+            self.shelf.release_all(session.id)
+            self.lanes.release_all(session)
+            if process is not None:
+                os.close(process)
+
+    def _holds_pins(self, session: Session) -> bool:
+        return self.shelf.holds_pins(session.id) or self.lanes.holds(session)
+
+    async def _end_of(self, process: int | None) -> None:
+        """Return when the process of this pidfd has ended, or after QUARANTINE_SECONDS."""
+        ended: asyncio.Future[None] = self.loop.create_future()
+        if process is not None:
+            self.loop.add_reader(process, ended.cancel)
+        try:
+            await asyncio.wait([ended], timeout=QUARANTINE_SECONDS)
+        finally:
+            if process is not None:
+                self.loop.remove_reader(process)
+
+    def _open(self, session: Session, request: Hello) -> None:
+        self._sessions[session.id] = session
+        self.counters.add("sessions_opened")
+        arena = self.shelf.arena
+        fields = {
+            "id": request.id,
+            "session": session.id,
+            "node": self.identity.node,
+            "boot": self.identity.boot,
+            "arena_bytes": arena.nbytes,
+        }
+        descriptors = [arena.fd, self.shelf.local_index.fd, self.remote_index.fd]
+        session.anchor.send_with_descriptors(fields, descriptors)
+
+    def _join(self, connection: Connection, request: Join) -> None:
+        session = self._sessions.get(request.session)
+        if session is None or not session.is_open:
+            raise NodeRefused("this session does not exist: it ended, or the node restarted")
+        session.connections.add(connection)
+        self._of[connection] = session
+        connection.send({"id": request.id})
+
+    def _stage(self, connection: Connection, session: Session, request: Stage) -> None:
+        descriptor = connection.take_descriptor()
+        try:
+            staging = adopt_staging(descriptor, self.shelf.arena.nbytes)
+        finally:
+            os.close(descriptor)
+        self.inserts.unstage(session, connection)
+        session.stagings[connection] = staging
+        connection.send({"id": request.id})
+
+
+def _pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when process `pid` ends; None if the kernel gives none.
+
+    Raises:
+        ProcessLookupError: it has already ended.
+    """
+    try:
+        return os.pidfd_open(pid) if pid > 0 else None  # 0: it lives in another pid namespace
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return None
+
+
+def _refusal(number: int, version: int) -> Fields:
+    """The reply to a Hello of another protocol version."""
+    why = (
+        f"this node uses protocol version {VERSION}, the client {version}; "
+        "install the same version of lookup-buffer for both, or stop the node"
+    )
+    return error_reply(number, NodeRefused(why))
