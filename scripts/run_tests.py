@@ -39,6 +39,8 @@ REDIS_PY_OLDEST = "6.4.0"
 PART_SECONDS = 360.0
 """A part is to take three minutes on an idle machine."""
 USUAL = "not alone and not gpu and not part"
+ONLY_PROCESSES = ["tests/node", "tests/soak", "tests/store", "tests/vllm"]
+"""Folders in which each test starts processes."""
 IMPORT_VLLM = [
     "tests/connectors",
     "tests/vllm",
@@ -74,12 +76,15 @@ def _hang_seconds() -> int:
 
 def stages_of(command: str, commit: str, names: Sequence[str] = ()) -> list[Stage]:
     """Raises ValueError for a command or a part that does not exist."""
+    apart = [f"--ignore={path}" for path in IMPORT_VLLM]
+    in_process = ["-m", f"not processes and {USUAL}"]
+    in_process += [f"--ignore={path}" for path in ONLY_PROCESSES]
     quick = [
         Stage("static checks", 120, ["scripts/run-checks", str(BIN)]),
-        Stage("this process", 180, pytest("-m", f"not processes and {USUAL}", workers=4)),
+        Stage("this process", 120, pytest(*in_process, *apart, workers=8)),
+        Stage("this process, vLLM", 90, pytest(*in_process, *IMPORT_VLLM, workers=2)),
     ]
     with_processes = ["-m", f"processes and {USUAL}"]
-    apart = [f"--ignore={path}" for path in IMPORT_VLLM]
     usual = [
         *quick,
         # Most of these wait: for a lease, a timeout, the detection of a dead node.

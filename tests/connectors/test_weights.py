@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from connectors.namespace import Identity, NamespaceTask
-from connectors.weights import SETTLED_NS, DigestCache, WeightsSource, weights_source
+from connectors.weights import DigestCache, WeightsSource, weights_source
 from lookup_buffer.errors import MissReason
 from nodes import wait_until
 from scheduler_drive import when_settled
@@ -167,6 +167,15 @@ def test_nothing_waits_for_the_hash(engines: Namings, cache: DigestCache, tmp_pa
     assert when_settled(first) is not None
 
 
+SETTLED_NS = 100_000_000
+
+
+@pytest.fixture(autouse=True)
+def files_settle_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product waits for file systems whose times are coarse; those of these tests are not."""
+    monkeypatch.setattr("connectors.weights.SETTLED_NS", SETTLED_NS)
+
+
 def settled(folder: Path) -> Path:
     """Once the file system's times are old enough to show a later write."""
     newest = max(path.stat().st_ctime_ns for path in folder.rglob("*"))
@@ -175,7 +184,7 @@ def settled(folder: Path) -> Path:
         probe = folder.parent / "probe"
         probe.write_bytes(b"")
         os.utime(probe)
-        return probe.stat().st_ctime_ns - newest > SETTLED_NS + 100_000_000
+        return probe.stat().st_ctime_ns - newest > SETTLED_NS
 
     wait_until(is_old, 30.0)
     return folder

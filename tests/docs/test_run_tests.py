@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from groups import FOLDERS
 from nodes import ROOT
 from patience import ENVIRONMENT, SLOWNESS_MAX, scaled
 from scripts.run_tests import (
     IMPORT_VLLM,
+    ONLY_PROCESSES,
     Limits,
     Stage,
     main,
@@ -37,6 +39,10 @@ def limits_of(slowness: float, whole_seconds: float) -> list[float]:
 
 def usual() -> list[float]:
     return [stage.seconds for stage in stages_of("test", "0")]
+
+
+def test_the_folders_that_the_first_stage_ignores_have_only_tests_with_processes() -> None:
+    assert {Path(path).name for path in ONLY_PROCESSES} == FOLDERS
 
 
 def test_an_idle_machine_has_the_usual_limits() -> None:

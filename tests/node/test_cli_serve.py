@@ -6,6 +6,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,7 +99,8 @@ def test_the_embedded_server_runs_with_the_node_and_can_be_inspected(
 
 def _wait_for_node(directory: Path) -> dict[str, list[dict[str, object]]]:
     """The store is opened behind the node's back, so it comes a little after the ready line."""
-    for _ in range(20):
+    deadline = time.monotonic() + scaled(20.0)
+    while time.monotonic() < deadline:
         done = run("nodes", "--directory", str(directory), "--json")
         if done.returncode == 0 and (document := json.loads(done.stdout))["nodes"]:
             assert isinstance(document, dict)

@@ -12,18 +12,23 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import fork_server
 from patience import scaled
 from store import BlockingStore, Location, Record
 
 PROGRAM = str(Path(sys.executable).with_name("lookup-buffer"))
+"""For a test of what a shell does with it, or of its start; `run` forks it, see `fork_server`."""
 RUN_SECONDS = scaled(60.0)
+_READ_AT_START = ("LANG", "LC_", "PYTHON")
+"""Variables that a fork could not follow."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
@@ -40,11 +45,40 @@ def environment(settings: Mapping[str, str]) -> dict[str, str]:
 
 def run(*arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
     """Run the command to its end; `settings` are environment variables."""
-    return subprocess.run(
-        [PROGRAM, *arguments],
-        capture_output=True, text=True, timeout=RUN_SECONDS, check=False,
-        env=environment(settings), stdin=subprocess.DEVNULL,
+    with (
+        Path(os.devnull).open("rb") as nothing,
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as errors,
+    ):
+        code = _code_of(_start(arguments, (nothing, output, errors), settings))
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return subprocess.CompletedProcess([PROGRAM, *arguments], code, *texts)
+
+
+def _start(
+    arguments: Sequence[str], streams: Sequence[IO[bytes]], settings: Mapping[str, str]
+) -> "subprocess.Popen[bytes] | fork_server.Forked":
+    """Start the command with these as its input, output and errors."""
+    nothing, output, errors = streams
+    if any(name.startswith(_READ_AT_START) for name in settings):
+        return subprocess.Popen(
+            [PROGRAM, *arguments],
+            stdin=nothing, stdout=output, stderr=errors, env=environment(settings),
+        )  # fmt: skip
+    return fork_server.fork(
+        "cli_program", arguments, environment=environment(settings), preloaded="cli_preloaded",
+        streams=(nothing.fileno(), output.fileno(), errors.fileno()),
     )  # fmt: skip
+
+
+def _code_of(process: "subprocess.Popen[bytes] | fork_server.Forked") -> int:
+    try:
+        return process.wait(RUN_SECONDS)
+    finally:
+        process.kill()
 
 
 def run_json(*arguments: str, code: int = 0, **settings: str) -> Any:
@@ -58,12 +92,9 @@ def run_at_terminal(*arguments: str, columns: int = 80, **settings: str) -> list
     """The lines that stand on a terminal of so many columns, without colours."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen(
-        [PROGRAM, *arguments],
-        stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL,
-        env=environment({"TERM": "xterm-256color", **settings}),
-    )  # fmt: skip
-    os.close(theirs)
+    with os.fdopen(theirs, "r+b", buffering=0) as terminal, Path(os.devnull).open("wb") as nothing:
+        streams = (terminal, terminal, nothing)
+        process = _start(arguments, streams, {"TERM": "xterm-256color", **settings})
     output = b""
     try:
         while data := os.read(ours, 65536):
@@ -72,7 +103,7 @@ def run_at_terminal(*arguments: str, columns: int = 80, **settings: str) -> list
         pass  # the terminal's way to say that its last user is gone
     finally:
         os.close(ours)
-        process.wait(RUN_SECONDS)
+        _code_of(process)
     return [_ESCAPES.sub("", line) for line in output.decode().replace("\r", "").split("\n")]
 
 

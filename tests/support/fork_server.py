@@ -123,12 +123,36 @@ def launch(
                 pass_fds=tuple(keep),
                 start_new_session=True,
             )
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    try:
+        return fork(
+            module, arguments, streams=(nothing, written, written),
+            environment=environment, keep=keep, preloaded=preloaded,
+        )  # fmt: skip
+    finally:
+        os.close(written)
+        os.close(nothing)
+
+
+def fork(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    streams: tuple[int, int, int],
+    environment: Mapping[str, str],
+    keep: Sequence[int] = (),
+    preloaded: str = PRELOADED,
+) -> Forked:
+    """As `launch`, with these files as its input, output and errors."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = _Process(
         target=_run,
-        args=(theirs, module, list(arguments), str(log), dict(environment), _Files(keep)),
+        args=(
+            theirs, module, list(arguments), _Files(streams), dict(environment), _Files(keep),
+        ),
         name=module,
-    )
+    )  # fmt: skip
     process.server = _Server(preloaded, _early(environment))
     process.start()
     theirs.close()
@@ -256,15 +280,14 @@ def _run(
     started: Connection,
     module: str,
     arguments: list[str],
-    log: str,
+    streams: _Files,
     environment: dict[str, str],
     files: _Files,
 ) -> None:
     os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for number in (1, 2):
-        os.dup2(output, number)
-    os.close(output)
+    for standard, number in enumerate(streams.numbers()):
+        os.dup2(number, standard)
+        os.close(number)
     os.environ.clear()
     os.environ.update(environment)
     if fill := environment.get(_FILL):

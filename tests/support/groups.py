@@ -23,7 +23,8 @@ from patience import slowness
 if TYPE_CHECKING:
     from types import FrameType
 
-_FOLDERS = {"node", "store", "soak", "vllm"}
+FOLDERS = {"node", "store", "soak", "vllm"}
+"""Each of their tests is taken for one that starts processes."""
 _STARTED_BY = {
     "node_pair",
     "places",
@@ -46,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if (
-            item.path.parent.name in _FOLDERS
+            item.path.parent.name in FOLDERS
             or item.path.stem.endswith("_nodes")
             or fixtures & _STARTED_BY
             or item.get_closest_marker("vllm")

@@ -7,8 +7,7 @@ import faulthandler
 import io
 import sys
 
-PRELOADED = "lookup_buffer.node.main"
-"""What a fork server of nodes has imported."""
+PRELOADED = "node_preloaded"
 
 
 def run() -> None:

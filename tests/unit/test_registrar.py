@@ -1,11 +1,9 @@
-"""The registrar on stores that fail over, refuse, evict the node, or have bugs."""
+"""The registrar, in virtual time, on stores that fail over, refuse, evict it, or have bugs."""
 
-import asyncio
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -21,9 +19,9 @@ from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.protocol.header import TensorHeader
 from memory_store import MemoryStore
-from nodes import holds_within, wait_until
 from store import Beat, BlockingStore, Location, StoreUnavailable
 from store.testing.samples import a_record
+from virtual_loop import VirtualLoop
 
 NAMESPACE = "ns"
 
@@ -47,33 +45,37 @@ class Given(Storage):
 def registrar_on(
     store: BlockingStore,
     give_up: Callable[[ConfigError], None] = lambda _: None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[Registrar, Shelf]]:
-    """On a loop that runs on a thread of its own; changes come from the test's."""
-    loop = asyncio.new_event_loop()
+    loop = VirtualLoop()
     shelf = Shelf(1 << 20, lambda address, reason: registrar.changed(address, reason))
     identity = Identity("us", "usboot", "tcp://us:1")
     registrar = Registrar(
         loop,
         Given(store),
         shelf,
-        Directory("us"),
+        Directory("us", loop.time),
         identity,
         Counters(),
         1800.0,
         give_up,
         lambda _: None,
-        clock,
+        loop.time,
     )
-    loop.call_soon(registrar.start)
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
+    registrar.start()
     yield registrar, shelf
-    asyncio.run_coroutine_threadsafe(registrar.close(), loop).result(10.0)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    closing = loop.create_task(registrar.close())
+    loop.run(10.0)
+    closing.result()
     shelf.close()
+
+
+def comes_true(registrar: Registrar, condition: Callable[[], object], seconds: float) -> bool:
+    """Let time pass until `condition` holds, for so many seconds at most."""
+    loop: Any = registrar.loop
+    until = loop.now + seconds
+    while not condition() and loop.now < until:
+        loop.run(0.02)
+    return bool(condition())
 
 
 def insert(shelf: Shelf, key: str) -> None:
@@ -92,11 +94,11 @@ def test_after_a_failover_the_last_minute_is_written_again() -> None:
     with registrar_on(store) as (registrar, shelf):
         insert(shelf, "kept")
         insert(shelf, "withdrawn")
-        wait_until(lambda: held(store, "kept", "withdrawn") == [True, True], 3.0)
+        assert comes_true(registrar, lambda: held(store, "kept", "withdrawn") == [True, True], 3.0)
         item = shelf.peek((NAMESPACE, "withdrawn"))
         assert item is not None
         shelf.remove(item, "evicted")
-        wait_until(lambda: held(store, "kept", "withdrawn") == [True, False], 3.0)
+        assert comes_true(registrar, lambda: held(store, "kept", "withdrawn") == [True, False], 3.0)
         # The replica knows neither of the last two writes.
         store.withdraw(NAMESPACE, "kept", "us", reason="test")
         store.publish(
@@ -105,26 +107,27 @@ def test_after_a_failover_the_last_minute_is_written_again() -> None:
         )
         assert held(store, "kept", "withdrawn") == [False, True]
         store.count += 1
-        wait_until(lambda: held(store, "kept", "withdrawn") == [True, False], 3.0)
-        wait_until(lambda: registrar.pending() == 0, 3.0)
+        assert comes_true(registrar, lambda: held(store, "kept", "withdrawn") == [True, False], 3.0)
+        assert comes_true(registrar, lambda: registrar.pending() == 0, 3.0)
         store.withdraw(NAMESPACE, "kept", "us", reason="test")
-        assert not holds_within(lambda: held(store, "kept") == [True], 2.5)
+        assert not comes_true(registrar, lambda: held(store, "kept") == [True], 2.5)
 
 
 def test_after_a_server_was_lost_the_inventory_is_written_again_at_a_bounded_rate() -> None:
-    store, ahead_seconds = FailingOver(), [0.0]
-    with registrar_on(store, clock=lambda: time.monotonic() + ahead_seconds[0]) as (_, shelf):
+    store = FailingOver()
+    with registrar_on(store) as (registrar, shelf):
+        loop: Any = registrar.loop
         insert(shelf, "old")
-        wait_until(lambda: held(store, "old") == [True], 3.0)
-        ahead_seconds[0] += RECENT_SECONDS + WALK_PAUSE_SECONDS
+        assert comes_true(registrar, lambda: held(store, "old") == [True], 3.0)
+        loop.run(RECENT_SECONDS + WALK_PAUSE_SECONDS)
         for lost in (True, False):
             store.withdraw(NAMESPACE, "old", "us", reason="test")  # its server came back empty
             store.count += 1
             if lost:
-                wait_until(lambda: held(store, "old") == [True], 4.0)
-        assert not holds_within(lambda: held(store, "old") == [True], 2.5)
-        ahead_seconds[0] += WALK_PAUSE_SECONDS
-        wait_until(lambda: held(store, "old") == [True], 4.0)
+                assert comes_true(registrar, lambda: held(store, "old") == [True], 4.0)
+        assert not comes_true(registrar, lambda: held(store, "old") == [True], 2.5)
+        loop.run(WALK_PAUSE_SECONDS)
+        assert comes_true(registrar, lambda: held(store, "old") == [True], 4.0)
 
 
 class Losing(MemoryStore):
@@ -162,11 +165,11 @@ def test_a_loss_of_all_data_is_noticed_also_if_that_beat_fails(how: str) -> None
         keys = [f"k{n}" for n in range(100)]
         for key in keys:
             insert(shelf, key)
-        wait_until(lambda: all(held(store, *keys)), 3.0)
-        wait_until(lambda: registrar.pending() == 0, 3.0)
+        assert comes_true(registrar, lambda: all(held(store, *keys)), 3.0)
+        assert comes_true(registrar, lambda: registrar.pending() == 0, 3.0)
         store.loses = how
-        wait_until(lambda: not store.loses, 3.0)
-        wait_until(lambda: all(held(store, *keys)), 4.0)
+        assert comes_true(registrar, lambda: not store.loses, 3.0)
+        assert comes_true(registrar, lambda: all(held(store, *keys)), 4.0)
 
 
 def test_a_beat_that_fails_is_no_loss_of_data() -> None:
@@ -174,25 +177,25 @@ def test_a_beat_that_fails_is_no_loss_of_data() -> None:
     store.clear_all = lambda: None  # type: ignore[method-assign]
     with registrar_on(store) as (registrar, shelf):
         insert(shelf, "k")
-        wait_until(lambda: held(store, "k") == [True], 3.0)
-        wait_until(lambda: registrar.pending() == 0, 3.0)
+        assert comes_true(registrar, lambda: held(store, "k") == [True], 3.0)
+        assert comes_true(registrar, lambda: registrar.pending() == 0, 3.0)
         store.loses = "and the answer to the beat"
-        wait_until(lambda: not store.loses, 3.0)
-        wait_until(lambda: registrar.store_up, 3.0)
-        assert not holds_within(lambda: registrar.pending() > 0, 2.5)
+        assert comes_true(registrar, lambda: not store.loses, 3.0)
+        assert comes_true(registrar, lambda: registrar.store_up, 3.0)
+        assert not comes_true(registrar, lambda: registrar.pending() > 0, 2.5)
 
 
 def test_an_evicted_node_publishes_its_whole_inventory() -> None:
     store = MemoryStore()
-    with registrar_on(store) as (_, shelf):
+    with registrar_on(store) as (registrar, shelf):
         for n in range(100):
             insert(shelf, f"k{n}")
         keys = [f"k{n}" for n in range(100)]
-        wait_until(lambda: all(held(store, *keys)), 3.0)
+        assert comes_true(registrar, lambda: all(held(store, *keys)), 3.0)
         for key in keys:
             store.withdraw(NAMESPACE, key, "us", reason="owner_dead")
         store.leave("us", "usboot")
-        wait_until(lambda: all(held(store, *keys)), 3.0)
+        assert comes_true(registrar, lambda: all(held(store, *keys)), 3.0)
         assert "us" in store.beats()
     assert "us" not in store.beats(), "it left when it was closed"
 
@@ -213,16 +216,18 @@ def test_a_namespace_that_is_described_anew_meanwhile_is_written_anew() -> None:
     store = Interrupted()
     with registrar_on(store) as (registrar, _):
         store.meanwhile = lambda: registrar.describe(NAMESPACE, {"model": "newer"})
-        registrar.loop.call_soon_threadsafe(registrar.describe, NAMESPACE, {"model": "older"})
-        wait_until(lambda: store.namespaces().get(NAMESPACE) == {"model": "newer"}, 3.0)
+        registrar.describe(NAMESPACE, {"model": "older"})
+        assert comes_true(
+            registrar, lambda: store.namespaces().get(NAMESPACE) == {"model": "newer"}, 3.0
+        )
 
 
 def test_a_replaced_node_is_notified_once_and_writes_nothing_more() -> None:
     store, told = MemoryStore(), list[ConfigError]()
-    with registrar_on(store, told.append) as (_, shelf):
-        wait_until(lambda: "us" in store.beats(), 3.0)
+    with registrar_on(store, told.append) as (registrar, shelf):
+        assert comes_true(registrar, lambda: "us" in store.beats(), 3.0)
         store.beat("us", "later", 1, replacing=store.beats()["us"])
-        wait_until(lambda: told, 3.0)
+        assert comes_true(registrar, lambda: told, 3.0)
         insert(shelf, "k")
     assert len(told) == 1
     assert "boot later" in str(told[0])
@@ -246,14 +251,14 @@ class Failing(MemoryStore):
 def test_a_bug_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     store = Failing()
     with registrar_on(store) as (registrar, shelf):
-        wait_until(lambda: registrar.store_up, 3.0)
+        assert comes_true(registrar, lambda: registrar.store_up, 3.0)
         store.error = ZeroDivisionError("by an odd number")
-        wait_until(lambda: store.failed >= 5, 5.0)
+        assert comes_true(registrar, lambda: store.failed >= 5, 5.0)
         assert not registrar.store_up
         store.error = None
         insert(shelf, "k")
-        wait_until(lambda: held(store, "k") == [True], 3.0)
-        wait_until(lambda: registrar.store_up, 3.0)
+        assert comes_true(registrar, lambda: held(store, "k") == [True], 3.0)
+        assert comes_true(registrar, lambda: registrar.store_up, 3.0)
     (told,) = caplog.records
     assert told.levelno == logging.ERROR
     assert "by an odd number" in told.getMessage()
@@ -269,11 +274,11 @@ def test_a_bug_at_the_restart_of_the_embedded_server_ends_nothing(
     monkeypatch.setattr(Given, "revive", no_thread)
     store = Failing()
     with registrar_on(store) as (registrar, _):
-        wait_until(lambda: registrar.store_up, 3.0)
+        assert comes_true(registrar, lambda: registrar.store_up, 3.0)
         store.error = StoreUnavailable("it was killed")
-        wait_until(lambda: store.failed >= 3, 5.0)
+        assert comes_true(registrar, lambda: store.failed >= 3, 5.0)
         store.error = None
-        wait_until(lambda: registrar.store_up, 3.0)
+        assert comes_true(registrar, lambda: registrar.store_up, 3.0)
     assert "can't start new thread" in caplog.text
 
 
@@ -282,10 +287,10 @@ def test_a_failure_of_the_store_is_logged_once_for_each_reason(
 ) -> None:
     store = Failing()
     with registrar_on(store) as (registrar, _):
-        wait_until(lambda: registrar.store_up, 3.0)
+        assert comes_true(registrar, lambda: registrar.store_up, 3.0)
         for reason in ("NOPERM no permission", "no answer in time"):
             store.error, store.failed = StoreUnavailable(reason), 0
-            wait_until(lambda: store.failed >= 4, 5.0)
+            assert comes_true(registrar, lambda: store.failed >= 4, 5.0)
         store.error = None
     first, second = caplog.records
     assert first.levelno == second.levelno == logging.WARNING
