@@ -5,7 +5,9 @@ that moment. Hand-offs that became available come first, since their producers a
 takers wait; then other new changes, those of a sequence together. Rewrites (a walk of the
 inventory, a store that lost its data) come last and at a bounded rate. Changes whose server of a
 cluster was not reached are held apart by server until `retry`, so that they do not delay the
-others. `registrar` adds, `publisher` takes.
+others. A write that got no answer may still take effect, even after a later one, for example when a
+frozen server resumes. So once such an address was written, it is written again, as a rewrite.
+`registrar` adds, `publisher` takes.
 """
 
 import math
@@ -73,6 +75,8 @@ class DirtySet:
         self._recent: dict[QualifiedKey, tuple[float, Change]] = {}
         self._taken_at = -math.inf
         """When new changes were taken last."""
+        self._doubtful: set[QualifiedKey] = set()
+        """Their last write got no answer."""
 
     def add(self, change: Change) -> bool:
         """Returns whether `wait_seconds` may be shorter now."""
@@ -115,13 +119,22 @@ class DirtySet:
         A newer change of the same address wins.
         """
         for change in changes:
+            self._doubt(change)
             self._put_back(change)
+
+    def written(self, changes: Iterable[Change]) -> None:
+        """These were written; those in doubt are written once more."""
+        for change in changes if self._doubtful else ():
+            if change.address in self._doubtful:
+                self._doubtful.discard(change.address)
+                self._add_again(Change(change.address, change.reason, paced=True))
 
     def hold(self, changes: Iterable[Change], place_of: Callable[[QualifiedKey], str]) -> set[str]:
         """As `put_back`, for changes that are not due before `retry`, as their servers were not
         reached. Returns the names of these servers, as `place_of` gives them."""
         places = set()
         for change in changes:
+            self._doubt(change)
             place = place_of(change.address)
             places.add(place)
             if any(change.address in queue for queue in self._due_or_held()):
@@ -218,6 +231,10 @@ class DirtySet:
         self._fresh[change.address] = change
         if len(self._fresh) > FRESH_MAX:
             del self._fresh[next(iter(self._fresh))]
+
+    def _doubt(self, change: Change) -> None:
+        if len(self._doubtful) < FRESH_MAX:
+            self._doubtful.add(change.address)
 
     def _pop(self, address: QualifiedKey) -> Change | None:
         found = [queue.pop(address) for queue in self._due_or_held() if address in queue]

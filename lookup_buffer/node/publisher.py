@@ -54,6 +54,8 @@ class Publisher:
     clock: Callable[[], float] = time.monotonic
     device_of: Callable[[Item, str], DeviceLocation | None] = lambda _item, _node: None
     """The device location beside a copy."""
+    in_flight: int = 0
+    """Changes that are being written: they are not in the dirty set."""
 
     async def write(self, store: MetadataStore, *, until: float) -> set[str]:
         """Write at least one batch, and further ones that are due, until the next beat.
@@ -66,11 +68,16 @@ class Publisher:
         """
         places: set[str] = set()
         while changes := self.dirty.take():
+            self.in_flight = len(changes)
             try:
                 unreached = await self._write(store, changes)
             except StoreError:
                 self.dirty.put_back(changes)
                 raise
+            finally:
+                self.in_flight = 0
+            missed = set(unreached)
+            self.dirty.written(change for change in changes if change not in missed)
             places |= self.dirty.hold(unreached, lambda address: store.place_of(*address))
             if self.clock() >= until or self.dirty.wait_seconds() != 0.0:
                 break

@@ -303,8 +303,8 @@ class Registrar:
         self._publisher.device_of = device_of
 
     def pending(self) -> int:
-        """The number of addresses still to be written."""
-        return len(self._dirty)
+        """The number of addresses still to be written, or being written."""
+        return len(self._dirty) + self._publisher.in_flight
 
     @property
     def breaker_open(self) -> bool:

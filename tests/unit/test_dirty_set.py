@@ -178,6 +178,29 @@ def test_a_failed_write_is_repeated_unless_the_key_changed_since() -> None:
     }
 
 
+def test_what_was_written_after_a_write_without_an_answer_is_written_once_more() -> None:
+    """That first write may still take effect, after the second."""
+    dirty = DirtySet(Clock())
+    for key in ("certain", "late", "held", "gone"):
+        dirty.add(of(key))
+    certain, *others = dirty.take()
+    dirty.written([certain])
+    dirty.put_back(others[:1])
+    dirty.hold(others[1:], lambda _: "a server")
+    dirty.add(of("gone", "evicted"))  # meanwhile
+    dirty.retry()
+    again = dirty.take()
+    assert sorted(keys(again)) == ["gone", "held", "late"]
+    dirty.written(again)
+    rewritten = dirty.take()
+    assert sorted((change.address[1], change.reason) for change in rewritten) == [
+        ("gone", "evicted"), ("held", ""), ("late", "")
+    ]  # fmt: skip
+    assert all(change.paced for change in rewritten)
+    dirty.written(rewritten)
+    assert dirty.take() == []
+
+
 def test_the_last_minute_is_written_again_and_no_more() -> None:
     clock = Clock()
     dirty = DirtySet(clock)
