@@ -121,8 +121,9 @@ class BufferConfig(BaseModel):
     handoff_lease_seconds: float = Field(default=10.0, gt=0, le=600)
     """How long a taker may lease a hand-off of this node; longer for large ones. After that it is
     available to other takers."""
-    log_level: Literal["error", "warning", "info"] = "warning"
-    """Lowest level that the node logs; `info` includes each hand-off taken."""
+    log_level: Literal["error", "warning", "info", "debug"] = "warning"
+    """Lowest level that the node logs; `info` includes each hand-off taken, `debug` each time that
+    its loop was blocked for more than 20 ms, and where."""
     idle_exit_seconds: float = Field(default=600.0, gt=0, le=YEAR_SECONDS)
     """A node that a client started ends after this time without clients."""
 

@@ -1,7 +1,8 @@
 """The node's event loop, which measures how long it is blocked, and calls into it from threads.
 
 An iteration of the loop is blocked time: no other request is answered meanwhile. Each one longer
-than BLOCKED_SECONDS is reported, and `BlockedLog` logs where it is, if the log level is debug.
+than BLOCKED_SECONDS is reported; if the log level is debug, it is logged, and by `BlockedLog`
+where it is.
 `call_from_thread` is called on every thread of the node that starts with `lb-`.
 """
 
@@ -35,6 +36,7 @@ class _TimedSelector(selectors.DefaultSelector):
             self.busy_since = None
             if seconds > BLOCKED_SECONDS:
                 self._blocked(seconds)
+                _log.debug("the loop was blocked for %.3f s", seconds)
         events = super().select(timeout)
         self.busy_since = time.monotonic()
         return events

@@ -1,6 +1,7 @@
 """`/metrics` and `/healthz` of real nodes: each event is counted."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,27 @@ def test_a_node_that_has_not_joined_reports_it(start_node: StartNode) -> None:
     wait_until(lambda: "not joined its fleet" in get(node, "/healthz")[2], 10.0)
     assert get(node, "/metrics")[0] == 200
     wait_until(lambda: get(node, "/healthz")[0] == 200, 20.0, "it takes its place")
+
+
+def test_a_blocked_loop_is_counted_and_logged_at_debug_level(start_node: StartNode) -> None:
+    node = start_node(http_listen=f"http://127.0.0.1:{free_port()}", log_level="debug")
+    names, over = [key() for _ in range(4000)], threading.Event()
+
+    def keep_busy() -> None:
+        with node.client() as client:
+            while not over.is_set():
+                client.has_caches(names, timeout=5.0)
+
+    def is_logged() -> bool:
+        with node.frozen():  # often while it looks up
+            over.wait(0.1)
+        return "the loop was blocked for 0.1" in node.log_text()
+
+    busy = threading.Thread(target=keep_busy)
+    busy.start()
+    try:
+        wait_until(is_logged, 30.0)
+    finally:
+        over.set()
+        busy.join()
+    assert number(node, "loop_blocked_seconds_count") >= 1
