@@ -67,14 +67,14 @@ class Storm:
         return torch.full((nbytes,), self._seed, dtype=torch.uint8)
 
     def _insert(self) -> None:
-        self._buffer.insert(*self._keys(1), self._tensor())
+        self._buffer.insert(self._keys(1)[0], self._tensor())
 
     def _insert_many(self) -> None:
         tensor = torch.full((64 << 10,), self._seed, dtype=torch.uint8)
         self._buffer.insert_many([(key, tensor) for key in self._keys(TOGETHER)])
 
     def _select(self) -> None:
-        self._buffer.select(*self._keys(1), timeout=1.0)
+        self._buffer.select(self._keys(1)[0], timeout=1.0)
 
     def _select_many(self) -> None:
         self._buffer.select_many(self._keys(TOGETHER), timeout=2.0)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gauge import BOOT, NAMESPACE, key_of, mirror_of, publishing_of, sampled_keys
@@ -100,7 +101,8 @@ class SimulatedNode:
         await asyncio.sleep(generator.random() / QUESTIONS_PER_SECOND)
         for turn in itertools.count(1):
             answered: asyncio.Future[list[Found]] = loop.create_future()
-            mirror.ask(NAMESPACE, sampled_keys(KEYS, QUESTION_KEYS, generator), answered.set_result)
+            keys = sampled_keys(KEYS, QUESTION_KEYS, generator)
+            mirror.ask(NAMESPACE, keys, partial(_set, answered))
             self.failed += any(isinstance(found, StoreError) for found in await answered)
             self.asked += QUESTION_KEYS
             if turn == 1:
@@ -147,3 +149,8 @@ class SimulatedNode:
 def run_node(plan: Plan, orders: "Connection[Any, Any]") -> None:
     sys.setswitchinterval(SWITCH_SECONDS)  # as a node does
     asyncio.run(SimulatedNode(plan).run(orders))
+
+
+def _set(answered: "asyncio.Future[list[Found]]", found: "list[Found]") -> None:
+    if not answered.done():  # else the run is over
+        answered.set_result(found)

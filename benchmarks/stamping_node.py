@@ -12,19 +12,19 @@ from pathlib import Path
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.node.main import serve
-from store import BlockingStore, Publication, Publishing
-from store.blocking import Blocking
+from store import Publication, Publishing
+from store.redis_store import RedisStore
 
 
 def main() -> None:
-    publish = BlockingStore.publish_many
+    publish = RedisStore.publish_many
     with Path(sys.argv[1]).open("a", buffering=1) as log:
 
-        def stamped(self: Blocking, /, publishings: Sequence[Publishing]) -> list[Publication]:
+        async def stamped(self: RedisStore, publishings: Sequence[Publishing]) -> list[Publication]:
             begun = time.monotonic_ns()
-            answers = publish(self, publishings)
+            answers = await publish(self, publishings)
             log.writelines(f"{one.record.key} {begun}\n" for one in publishings)
             return answers
 
-        BlockingStore.publish_many = stamped
+        RedisStore.publish_many = stamped  # type: ignore[method-assign]
         serve(BufferConfig.of(json.load(sys.stdin)), ends_when_idle=True)

@@ -65,7 +65,8 @@ class Entries:
 
     def drop(self, name: bytes) -> None:
         for subset in self._by_connection.values():
-            subset.drop(name)
+            if name in subset.order:
+                subset.drop(name)
 
     def drop_all(self, connection: TrackedConnection) -> None:
         """Drop all that was read on that connection, in constant time."""
@@ -100,15 +101,14 @@ class _ConnectionEntries:
         self.by_namespace.setdefault(namespace, {})[key] = entry
 
     def drop(self, name: bytes) -> None:
-        item = self.order.pop(name, None)
-        if item is not None:
-            namespace, key = item
-            entries = self.by_namespace[namespace]
-            entry = entries.pop(key)
-            if not entries:
-                del self.by_namespace[namespace]
-            if entry.verdict:
-                self.forgotten((namespace, key))
+        """Drop an entry, which must be present."""
+        namespace, key = self.order.pop(name)
+        entries = self.by_namespace[namespace]
+        entry = entries.pop(key)
+        if not entries:
+            del self.by_namespace[namespace]
+        if entry.verdict:
+            self.forgotten((namespace, key))
 
     def drop_older(self, bound: float) -> bool:
         """Drop some of those read before `bound`; return whether more may remain."""

@@ -39,7 +39,7 @@ REFUSALS: Final = (ResponseError, BusyLoadingError, AuthenticationError)
 """redis-py's exceptions for error replies. It raises its others when a connection fails."""
 FAILURES: Final = (RedisError, OSError, ValueError)
 """What a connection that fails raises. ValueError: a redirection without an address."""
-_pack: Final[Callable[[tuple[bytes, ...]], bytes]] = hiredis.pack_command  # type: ignore[assignment]  # its types allow one part
+_pack: Final[Callable[[tuple[Part, ...]], bytes]] = hiredis.pack_command  # type: ignore[assignment]  # its types allow one part
 _CODES: Final[Mapping[type[RedisError], str]] = {
     AuthenticationError: "NOAUTH",
     BusyLoadingError: "LOADING",
@@ -65,7 +65,10 @@ _NOT_SERVED: Final = frozenset(
 
 def pack(commands: Sequence[Command]) -> bytes:
     """Encode commands as RESP. redis-py's own packing takes several times as long."""
-    return b"".join([_pack(tuple(map(_raw, command))) for command in commands])
+    try:
+        return b"".join(map(_pack, map(tuple, commands)))
+    except UnicodeEncodeError:  # a surrogate
+        return b"".join([_pack(tuple(map(_raw, command))) for command in commands])
 
 
 def _raw(part: Part) -> bytes:
