@@ -4,6 +4,7 @@ redis-py raises error replies as exceptions and takes most of their codes out of
 a refusal is a value with its code, as others may follow it on the connection.
 """
 
+import asyncio
 import os
 import ssl
 from collections.abc import Callable, Mapping, Sequence
@@ -96,6 +97,14 @@ async def read_replies(connection: AbstractConnection, count: int) -> list[Reply
 def parser_of(connection: AbstractConnection) -> Any:
     """redis-py's parser of the connection's stream, which has no public name."""
     return connection._parser
+
+
+def writer_of(connection: AbstractConnection) -> asyncio.StreamWriter:
+    """The connection's stream, which has no public name. redis-py's `send_packed_command` also
+    waits until the server has taken the bytes."""
+    writer = connection._writer
+    assert writer is not None, "it is connected"
+    return writer
 
 
 def code_of(reply: Reply) -> str:

@@ -28,6 +28,7 @@ from store.replies import (
     parser_of,
     read_replies,
     text_of,
+    writer_of,
 )
 from store.server import Server
 
@@ -77,9 +78,11 @@ class TrackedConnection:
         self._connection: AbstractConnection | None = None
         self._resets = server.resets
         self._unsent: list[bytes] = []
+        """Until there is a connection, or until the next turn of the loop."""
+        self._has_sent = False
+        """In this turn of the loop: further requests are sent together in the next one."""
         self._requests: deque[_Request] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        self._sendable = asyncio.Event()
         self._is_down = False
         """Whether it did not answer in time, or was not reached, and has not answered since."""
         self._needs_dial = asyncio.Event()
@@ -88,8 +91,8 @@ class TrackedConnection:
         self._paused_until = 0.0
         self._last_error: StoreError = StoreUnavailable(f"store {server.endpoint}: not connected")
         self._closed = False
-        self._streams: set[asyncio.Task[None]] = set()
-        """One that reads and one that writes, while connected."""
+        self._reading: asyncio.Task[None] | None = None
+        """While connected."""
         self._dialling = self._loop.create_task(self._keep_dialling())
         self._dialling.add_done_callback(self._report)
 
@@ -131,8 +134,20 @@ class TrackedConnection:
     def _add(self, request: _Request, commands: Sequence[Command]) -> None:
         self._requests.append(request)
         self._unsent.append(pack(commands))
-        self._sendable.set()
+        if not self._has_sent:
+            self._has_sent = True
+            self._send_unsent()
+            self._loop.call_soon(self._next_turn)
         self._check_at(request.deadline)
+
+    def _next_turn(self) -> None:
+        self._has_sent = False
+        self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        if self._unsent and self._connection is not None:
+            unsent, self._unsent = self._unsent, []
+            writer_of(self._connection).write(b"".join(unsent))
 
     def _answered(self, reply: Reply) -> None:
         if self._is_down:
@@ -231,10 +246,8 @@ class TrackedConnection:
         self._resets = resets
         self._note_up()
         parser_of(connection).set_invalidation_push_handler(self._pushed)
-        for stream in (self._read(connection), self._write(connection)):
-            task = self._loop.create_task(stream)
-            self._streams.add(task)
-            task.add_done_callback(self._streams.discard)
+        self._reading = self._loop.create_task(self._read(connection))
+        self._send_unsent()
 
     async def _read(self, connection: AbstractConnection) -> None:
         try:
@@ -257,25 +270,12 @@ class TrackedConnection:
             self._loop.call_exception_handler({"message": "a push failed", "exception": error})
         return _PUSHED
 
-    async def _write(self, connection: AbstractConnection) -> None:
-        try:
-            while True:
-                await self._sendable.wait()
-                self._sendable.clear()
-                unsent, self._unsent = self._unsent, []
-                if unsent:
-                    await connection.send_packed_command(b"".join(unsent), check_health=False)
-        except FAILURES as error:
-            if self._connection is connection:
-                self._disconnect(self.server.unavailable(error))
-
     def _disconnect(self, error: StoreError) -> None:
         """Close the connection, fail all requests, and pause."""
         connection, self._connection = self._connection, None
-        streams, self._streams = self._streams, set()
-        for stream in streams:
-            if stream is not asyncio.current_task(self._loop):  # which may have stopped
-                stream.cancel()
+        reading, self._reading = self._reading, None
+        if reading is not None and reading is not asyncio.current_task(self._loop):
+            reading.cancel()
         if connection is not None:
             connection._close()
         self._pause(error)
