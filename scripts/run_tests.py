@@ -89,7 +89,7 @@ def stages_of(command: str, commit: str, names: Sequence[str] = ()) -> list[Stag
         *quick,
         # Most of these wait: for a lease, a timeout, the detection of a dead node.
         Stage("processes", 900, pytest(*with_processes, *apart, workers=8)),
-        Stage("vLLM", 900, pytest(*with_processes, *IMPORT_VLLM, workers=3)),
+        Stage("vLLM", 1200, pytest(*with_processes, *IMPORT_VLLM, workers=2)),
         Stage("alone", 240, pytest("-m", "alone and not gpu and not part")),
     ]
     parts = parts_by_name()

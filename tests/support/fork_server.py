@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, popen_forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
@@ -197,11 +197,23 @@ class _Process(ForkServerProcess):
             usual = forkserver.connect_to_new_process
             forkserver.connect_to_new_process = server.connect_to_new_process
             try:
-                return popen_forkserver.Popen(process_obj)
+                return _Popen(process_obj)
             finally:
                 forkserver.connect_to_new_process = usual
 
 
+class _Popen(popen_forkserver.Popen):
+    """The library polls all processes whenever one is started. An exit code can be read only once:
+    without the lock, a thread that waits for it meanwhile may get the code for a lost server."""
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if flag != os.WNOHANG:
+            wait([self.sentinel])
+        with _polling:
+            return super().poll(os.WNOHANG)
+
+
+_polling = threading.Lock()
 _starting = threading.Lock()
 _running: dict["_Server", forkserver.ForkServer] = {}
 
