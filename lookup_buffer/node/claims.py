@@ -348,8 +348,10 @@ class Claims:
             self._roll_back(one.session, taken)
 
     def _roll_back(self, session: Session, taken: Sequence[QualifiedKey]) -> None:
-        """A set that cannot have all its claims keeps none that it took."""
-        self._release(session, taken)
+        """A set that cannot have all its claims keeps none that it took. If the session has ended,
+        `end` releases those that no other session of the engine uses."""
+        if not session.has_ended:
+            self._release(session, taken)
 
     async def _take(self, session: Session, address: QualifiedKey) -> Answer:
         encoding_seconds = self.held.encoding_seconds(session, address)

@@ -315,11 +315,15 @@ class Lanes:
         if not reason:
             held = self._begin(session, pools, address, located)
             try:
-                if not (reason := await held.done):
-                    return self._entry(held, pools[0].lane)
-            finally:
-                if held.waiting:  # this request was cancelled
+                reason = await held.done
+            except asyncio.CancelledError:
+                if held.waiting:
                     self._settle(held, Fallback.ENDED)
+                else:  # it came in the same turn, and nobody hears of its ticket
+                    self._let_go(held)
+                raise
+            if not reason:
+                return self._entry(held, pools[0].lane)
         self.counters.add(f"lane_fallbacks_{reason}")
         return None
 
@@ -382,6 +386,8 @@ class Lanes:
         for pool in held.waiting:
             pool.under_way -= 1
         held.waiting.clear()
+        if held.owner.has_ended and not reason:
+            reason = Fallback.ENDED
         if reason:
             self._let_go(held)
         else:

@@ -317,7 +317,7 @@ class Node:
             self._finish(asyncio.wait(tasks))
 
     def _close(self) -> None:
-        self._server.close()
+        self._finish(self._server.close())
         self._askers.close()
         self._owners.close()
         self._finish(self._claims.arbiter.close())

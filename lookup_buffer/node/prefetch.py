@@ -165,7 +165,8 @@ class Prefetches:
     async def _await(self, pending: _Pending, address: QualifiedKey) -> None:
         def hold(fetched: Fetched) -> list[tuple[int, Fields]] | MissReason | None:
             if self.reads.shelf.holds(address):  # else ranks that are missing do not matter
-                return self._hold_each(pending, address, fetched)
+                are_attached = self._are_attached(pending.session)
+                return self._hold_each(pending, address, fetched, are_attached=are_attached)
             return MissReason.NO_ROOM if fetched.reason == MissReason.NO_ROOM else None
 
         found: list[tuple[int, Fields]] | MissReason
@@ -180,8 +181,9 @@ class Prefetches:
         if not settled:
             return
         entries = []
+        are_attached = self._are_attached(pending.session)
         for address, fetched in settled:
-            held = self._hold_each(pending, address, fetched)
+            held = self._hold_each(pending, address, fetched, are_attached=are_attached)
             if held is None:
                 indexes = pending.indexes[address]
                 held = [(index, self._missing(fetched.reason)) for index in indexes]
@@ -189,10 +191,10 @@ class Prefetches:
         _push(pending, entries)
 
     def _hold_each(
-        self, pending: _Pending, address: QualifiedKey, fetched: Fetched
+        self, pending: _Pending, address: QualifiedKey, fetched: Fetched, *, are_attached: bool
     ) -> list[tuple[int, Fields]] | None:
         """A pin of its own for each handle of the key; None if the key is absent here."""
-        session, are_attached = pending.session, self._are_attached(pending.session)
+        session = pending.session
         held = [
             (index, self._hold(session, address, fetched, are_attached=are_attached))
             for index in pending.indexes[address]

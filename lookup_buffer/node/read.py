@@ -118,11 +118,14 @@ class Reads:
     # -- what is here
 
     def hold(self, session: Session, address: QualifiedKey) -> Held | None:
-        """Pin the item at `address` for the session and count the hit; None if it is absent here.
+        """Pin the item at `address` for the session and count the hit; None if it is absent here,
+        or if the session has ended.
 
         Raises:
             BufferFull: pins and reservations would exceed their share.
         """
+        if session.has_ended:
+            return None
         held = self.shelf.hold(address, session.id, session.ranks())
         if held is not None:
             self._count(session, held)
@@ -133,7 +136,8 @@ class Reads:
     ) -> Held | None:
         """As `hold`; also if what came is a copy for this reader alone."""
         held = self.hold(session, address)
-        if held is None and fetched.held is not None and is_handoff(address[1]):
+        is_lent = is_handoff(address[1]) and not session.has_ended
+        if held is None and fetched.held is not None and is_lent:
             held = self.shelf.pin(fetched.held.item, session.id, session.ranks())
             self._count(session, held)
         return held

@@ -71,6 +71,8 @@ from lookup_buffer.times import QUARANTINE_SECONDS
 CONNECTIONS_MAX = 1024
 HELLO_SECONDS = 5.0
 """A connection that has no session after this time is closed."""
+CLOSE_SECONDS = 2.0
+"""For sessions at shutdown: their requests have only to notice that they are cancelled."""
 TRY_AGAIN_SECONDS = 0.05
 """Pause before the next accept, if the process has no free descriptor."""
 
@@ -155,8 +157,8 @@ class Server:
         self._listener.listen(128)
         self._watch()
 
-    def close(self) -> None:
-        """Close all connections. Whoever closes the loop ends the sessions' tasks."""
+    async def close(self) -> None:
+        """End all sessions, which gives back what they hold. Bounded."""
         if self._listener is not None:
             self.loop.remove_reader(self._listener.fileno())
             self._listener.close()
@@ -164,6 +166,8 @@ class Server:
             connection.end(None)
         for serving in self._serving:
             serving.cancel()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=CLOSE_SECONDS)
 
     def idle_seconds(self) -> float:
         """Seconds since the last connection ended that was more than a question for `Metrics`; 0
@@ -232,11 +236,11 @@ class Server:
                     self._hello(connection, request)
                 case Join() if session is None:
                     self._join(connection, request)
-                case Stage() if session is not None:
+                case Stage() if session is not None and session.is_open:
                     self._stage(connection, session, request)
                 case Goodbye() if session is not None:
                     session.end(says_goodbye=True)
-                case Metrics():
+                case Metrics() if session is None or session.is_open:
                     if session is None:
                         self._probes.add(connection)
                     connection.send({"id": request.id} | self._metrics())

@@ -48,12 +48,22 @@ class Session:
     stagings: dict[Connection, Mapping] = field(default_factory=dict)
     _requests: asyncio.TaskGroup | None = None
     """None before `run`, and after `end`."""
-    _over: "asyncio.Future[bool] | None" = None
+    _says_goodbye: bool | None = None
+    """None until `end`."""
+    _ending: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.connections.add(self.anchor)
 
     @property
     def is_open(self) -> bool:
         """Whether it takes requests."""
         return self._requests is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its requests are being cancelled: they pin nothing any more."""
+        return self._says_goodbye is not None
 
     @property
     def owner(self) -> Owner:
@@ -82,25 +92,24 @@ class Session:
 
         Returns what `end` was called with.
         """
-        self._over = asyncio.get_running_loop().create_future()
-        self.connections.add(self.anchor)
-        says_goodbye = False
         try:
-            async with asyncio.TaskGroup() as self._requests:
-                opened()
-                says_goodbye = await self._over
-                raise _Over
+            if not self.has_ended:  # by what came with its Hello
+                async with asyncio.TaskGroup() as self._requests:
+                    opened()
+                    await self._ending.wait()
+                    raise _Over
         except* _Over:
             pass
         finally:  # also if the node ends
             self.end(says_goodbye=False)
-        return says_goodbye
+        return self._says_goodbye is True
 
     def end(self, *, says_goodbye: bool) -> None:
         """Take no more requests, and close the connections. Idempotent."""
         self._requests = None
-        if self._over is not None and not self._over.done():
-            self._over.set_result(says_goodbye)
+        if self._says_goodbye is None:
+            self._says_goodbye = says_goodbye
+        self._ending.set()
         for connection in list(self.connections):
             connection.end(None)
 

@@ -161,6 +161,22 @@ def test_no_reply_is_sent_before_hello(node: NodeProcess) -> None:
             assert hostile.ended(), request
 
 
+def test_what_comes_together_with_a_hello_leaves_no_session(node: NodeProcess) -> None:
+    """The session begins a turn of the loop later: what ends it before that ends it, too."""
+    hello = messages.Hello(1, messages.VERSION, None, node.config.expectations())
+    before = node.stats()["sessions"]
+    for request in (hello, messages.Stats(2), messages.Stage(2), messages.Goodbye(2)):
+        for _ in range(5):
+            with raw(node, session=False) as hostile:
+                both = encode_frame(hello.to_wire()) + encode_frame(request.to_wire())
+                hostile.socket.sendall(both)
+                assert hostile.ended(), request
+    with raw(node, session=False) as hostile:
+        hostile.socket.sendall(encode_frame(hello.to_wire()) + b"\xff" * 20)
+        assert hostile.ended()
+    wait_until(lambda: node.stats()["sessions"] == before, 5.0)
+
+
 def insert(headers: list[dict[str, Any]]) -> messages.Insert:
     return messages.Insert(2, NAMESPACE, ["k"], headers, [0] * len(headers), None, 0.0)
 

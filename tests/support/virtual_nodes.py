@@ -100,6 +100,7 @@ class _Session:
     loop: VirtualLoop
     owner: str = "engine"
     is_open: bool = True
+    has_ended: bool = False
     tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
 
     def start(
@@ -190,7 +191,7 @@ class VirtualNode:
 
     def end(self) -> None:
         """The engine's process died."""
-        self.session.is_open = False
+        self.session.is_open, self.session.has_ended = False, True
         self.loop.create_task(self.session.end(partial(self.claims.end, self.session)))
 
     @property

@@ -301,6 +301,32 @@ def test_a_set_that_is_given_up_before_it_begins_holds_up_no_other() -> None:
     assert one.node.claims.is_idle(one.session)
 
 
+def test_the_end_of_a_session_keeps_the_claim_that_its_engine_uses_in_another() -> None:
+    """An engine attached again while a set of its previous session waits for the store."""
+    one = Claiming()
+    node: Any = one.node
+
+    def claim(claiming: Any, decided: Callable[[Decision], None]) -> None:
+        decision = one.store.claim(one.node, claiming)
+        if claiming.key == "k":  # "m" is not answered
+            one.loop.call_soon(decided, decision)
+
+    one.answer(lambda *_: None)
+    node.claim = claim
+    one.node.handle(ClaimAll(1, NAMESPACE, ["k", "m"], WAIT_SECONDS), lambda _: None)
+    one.loop.run(0.1)
+    later = type(one.session)(one.loop)
+    again = one.loop.create_task(
+        one.node.claims.claim(later, Claim(2, NAMESPACE, "k", 30.0, "encoding", 0.0))
+    )
+    one.loop.run(0.1)
+    assert again.result().outcome is ClaimOutcome.GRANTED
+    one.node.end()
+    one.loop.run(0.1)
+    assert one.store.holder("k") is one.node
+    assert one.node.claims.held.lasts(later, (NAMESPACE, "k"))
+
+
 def test_a_session_that_ends_while_its_wait_is_given_up_leaves_nothing() -> None:
     one = Claiming()
     other = VirtualNode("b", one.store, random.Random(1))
