@@ -28,9 +28,9 @@ from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import TTL_SECONDS, Handoffs
 from lookup_buffer.node.inventory import Item
+from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_fields
 from lookup_buffer.shm.memory import Mapping

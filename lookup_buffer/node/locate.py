@@ -3,15 +3,20 @@
 With a mirror it caches the store's records, which the store invalidates: a look-up of a cached key
 costs no round trip. Without one, by the setting or because a package's store has none, it calls the
 store for each look-up, and polls it for waiters. It reads the membership when a record names an
-unknown node. A failed store is a value, not an error. Runs on the loop's thread. Called by `read`,
-`prefetch`, `devices`, `takes`, `announcements`, `waiting` and `arbiter`.
+unknown node. A failed store is a value, not an error. Called by `read`, `prefetch`, `devices`,
+`takes`, `announcements` and `arbiter`.
+
+`Waiting` resumes a waiter when a client of this node inserts the key, when the store may have its
+record or a free claim, and at its deadline. Called by `read`, `insert`, `claims` and `takes`. All
+runs on the loop's thread.
 """
 
 import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -36,6 +41,9 @@ if TYPE_CHECKING:
 OPEN_AGAIN_SECONDS = 1.0
 QUESTIONS_MAX = 512
 """Bound on the look-ups of one round trip, without a mirror."""
+LOOK_AGAIN_SECONDS = 1.0
+"""A waiter is resumed at least this often: some changes cause no notification, such as the
+recovery of a peer that failed."""
 POLL_SECONDS = (0.005, 0.01, 0.02, 0.05)
 """Without a mirror a watch polls: its calls come after these pauses; the last one repeats."""
 
@@ -325,6 +333,63 @@ class Locator:
             else:
                 self._breakers[place].succeeded()
         return found
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Waiters for keys that are absent, or for claims that others hold."""
+
+    loop: asyncio.AbstractEventLoop
+    locator: Locator
+    _waiters: dict[QualifiedKey, set[asyncio.Event]] = field(default_factory=dict)
+
+    def arrived(self, address: QualifiedKey) -> None:
+        """A client of this node inserted the key: resume its waiters."""
+        for event in self._waiters.get(address, ()):
+            event.set()
+
+    async def pause(self, address: QualifiedKey, seconds: float) -> None:
+        """Return when `address` arrives here, or after `seconds`."""
+        with self._waiter(address) as event, suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await event.wait()
+
+    @contextmanager
+    def changes(
+        self, address: QualifiedKey, until: float
+    ) -> Iterator[Callable[[], Awaitable[None]]]:
+        """A coroutine function: waits until another attempt may succeed, or until `until`.
+
+        It returns once for all changes since its last return; the first call returns when no later
+        change can be missed.
+        """
+        with ExitStack() as watch:
+            event: asyncio.Event | None = None  # most requests never wait
+
+            async def changed() -> None:
+                nonlocal event
+                if event is None:
+                    event = watch.enter_context(self._waiter(address))
+                    watch.callback(self.locator.watch(address, event.set))
+                left = min(until - self.loop.time(), LOOK_AGAIN_SECONDS)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, left)):
+                        await event.wait()
+                event.clear()
+
+            yield changed
+
+    @contextmanager
+    def _waiter(self, address: QualifiedKey) -> Iterator[asyncio.Event]:
+        event = asyncio.Event()
+        waiters = self._waiters.setdefault(address, set())
+        waiters.add(event)
+        try:
+            yield event
+        finally:
+            waiters.discard(event)
+            if not waiters:
+                del self._waiters[address]
 
 
 def _setter(answer: "asyncio.Future[list[Found]]") -> Callable[[list[Found]], None]:

@@ -10,16 +10,16 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
                ├─► handoffs                         hand-offs that wait for space
                ├─► announcements ─► owners          ownership of a hand-off; queries the other owner
                ├─► claims ─► read                   a stored output ends its claim
-               └─► read, waiting                    readers of the key continue
+               └─► read, locate                     readers of the key continue
       server ─► read ─► shelf                       select and has_caches of what is here
-               ├─► locate ─► store                  the holders of an absent key
-               ├─► transfer ─► other nodes          its bytes [lb-fetch]
-               │                └─► shelf           where they land
-               └─► waiting ─► locate                until a node has it
+               ├─► locate ─► store                  the holders of an absent key, and
+               │                                    the wait until a node has it
+               └─► transfer ─► other nodes          its bytes [lb-fetch]
+                                └─► shelf           where they land
       server ─► prefetch ─► read, claims            many keys, an event for each
                └─► devices                          transfers from device to device
       server ─► takes ─► handoffs ─► shelf          drop_select of an item of this node
-               ├─► locate, transfer, waiting        of another node's
+               ├─► locate, transfer                 of another node's
                └─► owners ─► other nodes            its owner
       server ─► claims ─► arbiter ─► store          claims, over the mirror's connections if any
                └─► held_claims                      what this node's engines hold
@@ -65,7 +65,7 @@ from lookup_buffer.node.held_claims import HeldClaims
 from lookup_buffer.node.http import HttpProcess
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.insert import Arrivals, Inserts
-from lookup_buffer.node.locate import Locator
+from lookup_buffer.node.locate import Locator, Waiting
 from lookup_buffer.node.loop import BlockedLog, NodeLoop
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.owners import Owners
@@ -78,7 +78,6 @@ from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takes import Takes
 from lookup_buffer.node.transfer import Fetcher
-from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.runtime import LOG_FORMAT
 from lookup_buffer.shm.index import RemoteIndex
 from lookup_buffer.times import DEATH_CHECK_SECONDS

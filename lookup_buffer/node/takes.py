@@ -23,13 +23,12 @@ from lookup_buffer.errors import MissReason, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.handoffs import Handoffs, Lease
 from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.locate import Located, Locator
+from lookup_buffer.node.locate import Located, Locator, Waiting
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.owners import UNREACHED, Answer, Owners, again_seconds
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
-from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.protocol.messages import Acknowledge, GiveBack, Take
 from lookup_buffer.times import CALL_SECONDS, LEASE_ANSWER_SECONDS, NODE_SHARE
 from store import Location

@@ -16,7 +16,7 @@ import torch
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.key import TensorKey
-from lookup_buffer.node.waiting import LOOK_AGAIN_SECONDS
+from lookup_buffer.node.locate import LOOK_AGAIN_SECONDS
 from nodes import NodeProcess, handoff, key
 
 WAIT_SECONDS = 120.0

@@ -13,8 +13,8 @@ from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Bid, Handoffs, Lease
 from lookup_buffer.node.insert import Arrival, Arrivals
 from lookup_buffer.node.inventory import Item
+from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.protocol.header import TensorHeader
 from virtual_loop import VirtualLoop
 

@@ -15,13 +15,12 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.locate import Located
+from lookup_buffer.node.locate import Located, Waiting
 from lookup_buffer.node.owners import UNREACHED, Answer
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.takes import Taken, Takes
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Wanted
-from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Acknowledge, GiveBack, Take
 from store import Location, Record
