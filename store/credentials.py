@@ -86,10 +86,13 @@ class ProviderLogin(CredentialProvider):
             question.add_done_callback(self._note_answer)
             self._asked_at = asyncio.get_running_loop().time()
         try:
-            return await asyncio.shield(question)
+            await asyncio.wait([question])
         finally:
             if question.done() and self._question is question:
                 self._question = None
+        if question.cancelled():  # another dial has given it up: this one was not cancelled
+            raise StoreUnavailable(f"{self}, which does not answer")
+        return question.result()
 
     async def close(self) -> None:
         """Give up the question that is open, if there is one."""

@@ -71,6 +71,9 @@ class RedisMirror(Mirror):
         """When a key was forgotten. Replies to reads that were sent before that are not cached."""
         self._watches = Watches(loop, self._connection_for, self.cache_reply, self._call)
         self._rechecking: asyncio.Task[None] | None = None
+        self._checks: set[asyncio.Task[None]] = set()
+        """That one, and perhaps an earlier one that it follows."""
+        self._has_follower = False
         self._version = topology.version
         self._closed = False
         self.pushes = 0
@@ -109,8 +112,8 @@ class RedisMirror(Mirror):
     def close(self) -> None:
         self._closed = True
         self._ticker.cancel()
-        if self._rechecking is not None:
-            self._rechecking.cancel()
+        for check in self._checks:
+            check.cancel()
         self._watches.close()
         for connection in self._connections.values():
             connection.close(StoreUnavailable("the mirror is closed"))
@@ -202,7 +205,7 @@ class RedisMirror(Mirror):
         moved, pending.moved = pending.moved, []
         deadline = pending.sent_at + self._topology.access.call_timeout_seconds
         pending.timer = self._loop.call_at(deadline, self._answer, pending)
-        self._recheck().add_done_callback(lambda _: self._read(pending, moved))
+        self._recheck(is_news=True).add_done_callback(lambda _: self._read(pending, moved))
 
     def _answer(self, pending: "_PendingRead") -> None:
         if pending.timer is not None:
@@ -294,14 +297,29 @@ class RedisMirror(Mirror):
             self._loop.call_soon(self._forget_old)
 
     def _recheck(
-        self, suspect: Server | None = None, *, demoted: bool = False
+        self, suspect: Server | None = None, *, demoted: bool = False, is_news: bool = False
     ) -> "asyncio.Task[None]":
-        """Check the topology; at once where `suspect` was not known to be one."""
-        if self._rechecking is None or self._rechecking.done():
-            self._rechecking = self._loop.create_task(self._check_topology(suspect, demoted))
-        return self._rechecking
+        """Check the topology. A check under way may have been answered before what its caller has
+        seen: if that is news, or a suspect, another check follows it."""
+        running = self._rechecking
+        if running is not None and not running.done():
+            if self._has_follower or not (is_news or suspect):
+                return running
+            self._has_follower = True
+        else:
+            running = None
+        check = self._loop.create_task(self._check_topology(suspect, demoted, after=running))
+        self._checks.add(check)
+        check.add_done_callback(self._checks.discard)
+        self._rechecking = check
+        return check
 
-    async def _check_topology(self, suspect: Server | None, demoted: bool) -> None:
+    async def _check_topology(
+        self, suspect: Server | None, demoted: bool, *, after: "asyncio.Task[None] | None"
+    ) -> None:
+        if after is not None:
+            await asyncio.wait([after])
+            self._has_follower = False
         if suspect is not None:
             await self._topology.suspect(suspect, demoted=demoted)
             if demoted:
@@ -325,17 +343,11 @@ class RedisMirror(Mirror):
                 connection.close(StoreUnavailable("keys have moved to other servers"))
                 continue
             for count, name in enumerate(self._entries.names(connection)):
-                if not self._is_at(server, name):
+                if self._topology.holder_of(name) is not server:
                     self._entries.drop(name)
                 if count % _PAGE == _PAGE - 1:
                     await asyncio.sleep(0)
         self._watches.moved()
-
-    def _is_at(self, server: Server, name: bytes) -> bool:
-        try:
-            return self._topology.known_server_for(name) is server
-        except StoreUnavailable:
-            return False
 
 
 @dataclass(slots=True, eq=False)

@@ -107,6 +107,13 @@ def writer_of(connection: AbstractConnection) -> asyncio.StreamWriter:
     return writer
 
 
+def abort(connection: AbstractConnection) -> None:
+    """Drop what the server has not taken yet: it must not execute that when it resumes. Whoever
+    calls this disconnects."""
+    if connection._writer is not None:
+        connection._writer.transport.abort()
+
+
 def code_of(reply: Reply) -> str:
     """The error code of a refusal, such as READONLY; "" for any other reply."""
     if not isinstance(reply, REFUSALS):

@@ -11,7 +11,17 @@ from redis.exceptions import TimeoutError as ConnectTimeoutError
 
 from store.connections import Access, Endpoint
 from store.errors import StoreError, StoreRefused, StoreUnavailable
-from store.replies import FAILURES, REFUSALS, Command, Reply, code_of, pack, read_replies, reason_of
+from store.replies import (
+    FAILURES,
+    REFUSALS,
+    Command,
+    Reply,
+    abort,
+    code_of,
+    pack,
+    read_replies,
+    reason_of,
+)
 
 HANGS_SHARE = 0.4
 """A server that did not answer within this part of a timeout is taken for one that hangs: a
@@ -115,6 +125,7 @@ class Server:
                 replies = await read_replies(connection, len(commands))
         except BaseException as error:
             # Replies may still arrive, so the connection cannot be used again.
+            abort(connection)
             await connection.disconnect(nowait=True)
             if isinstance(error, (*FAILURES, TimeoutError)):
                 raise self.unavailable(error, self._now() - began) from error

@@ -22,6 +22,8 @@ RELOAD_SECONDS_MIN = 0.1
 """The slot map is loaded at most this often, though after a failure thousands of calls a second may
 need it. A failover takes a second or more.
 """
+LEFT_MAX = 32
+"""So many servers of a cluster are remembered that hold no keys: some return, as replicas do."""
 Route = Server | StoreUnavailable
 """The server for a command, or the error why there is none."""
 
@@ -59,6 +61,13 @@ class Topology(ABC):
     @abstractmethod
     def known_server_for(self, name: Part) -> Server:
         """The server of one key, without I/O. Raises StoreUnavailable if it is unknown."""
+
+    def holder_of(self, name: Part) -> Server | None:
+        """As `known_server_for`, also if calls of that server fail now; None if it is unknown."""
+        try:
+            return self.known_server_for(name)
+        except StoreUnavailable:
+            return None
 
     @abstractmethod
     async def suspect(self, server: Server, *, demoted: bool = False) -> None:
@@ -156,6 +165,9 @@ class SentinelTopology(Topology):
             return (self._master,)
         return (await self._find(budget),)
 
+    def holder_of(self, name: Part) -> Server | None:
+        return self._master
+
     def known_server_for(self, name: Part) -> Server:
         if self._master is None or not self._certain:
             raise StoreUnavailable(f"the master of {self._service!r} is being looked up")
@@ -225,8 +237,7 @@ class ClusterTopology(Topology):
 
     def __init__(self, seeds: Sequence[Endpoint], access: Access) -> None:
         super().__init__(access)
-        for seed in seeds:
-            self._server(seed)
+        self._seeds = frozenset(self._server(seed) for seed in seeds)
         self._slots: list[Server | None] = [None] * SLOTS
         self._masters: tuple[Server, ...] = ()
         self._certain = False
@@ -252,15 +263,18 @@ class ClusterTopology(Topology):
             await self._load(budget, at_most_each=RELOAD_SECONDS_MIN)
         return self._masters
 
+    def holder_of(self, name: Part) -> Server | None:
+        return self._slots[slot_of(name)]
+
     def known_server_for(self, name: Part) -> Server:
-        server = self._slots[slot_of(name)]
+        server = self.holder_of(name)
         # A suspect server does not make the map's other entries wrong.
         if server is None or server in self._suspects:
             raise StoreUnavailable("the cluster's slot map is being loaded")
         return server
 
     def place_of(self, name: Part) -> str:
-        server = self._slots[slot_of(name)]
+        server = self.holder_of(name)
         return "" if server is None else str(server.endpoint)
 
     async def suspect(self, server: Server, *, demoted: bool = False) -> None:
@@ -304,10 +318,19 @@ class ClusterTopology(Topology):
     async def _load_now(self, budget: Budget) -> None:
         try:
             self._apply_map(*await self._fetch_map(budget))
+            await self._forget_left()
         except StoreUnavailable as error:
             self._cause = str(error)  # whoever waits raises it, or uses the older map
         finally:
             self._loaded_at = asyncio.get_running_loop().time()
+
+    async def _forget_left(self) -> None:
+        """Close servers that left: those of replaced pods have addresses that never return."""
+        stay = {*self._masters, *self._seeds}
+        left = [endpoint for endpoint, server in self._known.items() if server not in stay]
+        closing = [self._known.pop(endpoint) for endpoint in left[: max(0, len(left) - LEFT_MAX)]]
+        self._changes += sum(server.losses for server in closing)
+        await asyncio.gather(*(server.close() for server in closing))
 
     async def _fetch_map(self, budget: Budget) -> tuple[Server, list[Any]]:
         """One server's slot map. The last reporter comes first, suspect servers last."""

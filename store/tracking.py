@@ -24,6 +24,7 @@ from store.replies import (
     REFUSALS,
     Command,
     Reply,
+    abort,
     pack,
     parser_of,
     read_replies,
@@ -132,13 +133,13 @@ class TrackedConnection:
     # -- requests
 
     def _add(self, request: _Request, commands: Sequence[Command]) -> None:
-        self._requests.append(request)
         self._unsent.append(pack(commands))
+        self._requests.append(request)
+        self._check_at(request.deadline)
         if not self._has_sent:
             self._has_sent = True
-            self._send_unsent()
             self._loop.call_soon(self._next_turn)
-        self._check_at(request.deadline)
+            self._send_unsent()
 
     def _next_turn(self) -> None:
         self._has_sent = False
@@ -203,9 +204,9 @@ class TrackedConnection:
                     self._disconnect(self._last_error)
                 self._is_down = False  # unused: the next request dials
                 continue
+            resets = self.server.resets  # another connection may notice a replacement meanwhile
             try:
                 connection = await dial_tracked(self.server)
-                resets = self.server.resets
             except StoreError as error:
                 if self._connection is not None and not self._is_down:
                     continue  # it answered meanwhile
@@ -225,12 +226,14 @@ class TrackedConnection:
             else:
                 await connection.disconnect(nowait=True)
 
-    def _report(self, dialling: asyncio.Task[None]) -> None:
-        """Of a fault of the code: without this task nothing connects again."""
-        if not dialling.cancelled() and (error := dialling.exception()) is not None:
+    def _report(self, task: asyncio.Task[None]) -> None:
+        """Of a fault of the code. What is not read any more is not kept, either."""
+        if not task.cancelled() and (error := task.exception()) is not None:
             self._loop.call_exception_handler(
-                {"message": "the mirror does not connect any more", "exception": error}
+                {"message": "a connection of the mirror failed", "exception": error}
             )
+            if task is self._reading:
+                self._disconnect(self.server.unavailable(error))
 
     async def _is_dead(self) -> bool:
         """Whether nothing arrives on this connection, although the server answers on another."""
@@ -239,7 +242,7 @@ class TrackedConnection:
         return self._is_down
 
     def _use(self, connection: AbstractConnection, resets: int) -> None:
-        """`resets` is that of the server when `connection` had logged in."""
+        """`resets` is that of the server when `connection` began to log in."""
         if self._connection is not None:
             self._disconnect(self._last_error)
         self._connection = connection
@@ -247,6 +250,7 @@ class TrackedConnection:
         self._note_up()
         parser_of(connection).set_invalidation_push_handler(self._pushed)
         self._reading = self._loop.create_task(self._read(connection))
+        self._reading.add_done_callback(self._report)
         self._send_unsent()
 
     async def _read(self, connection: AbstractConnection) -> None:
@@ -277,6 +281,7 @@ class TrackedConnection:
         if reading is not None and reading is not asyncio.current_task(self._loop):
             reading.cancel()
         if connection is not None:
+            abort(connection)
             connection._close()
         self._pause(error)
         self._lost(self)

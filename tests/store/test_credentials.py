@@ -300,6 +300,28 @@ def test_a_provider_that_hangs_is_asked_anew(monkeypatch: pytest.MonkeyPatch) ->
     assert asyncio.run(ask_twice()) == (USER, OLD)
 
 
+def test_a_dial_that_gives_a_question_up_cancels_no_other_dial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Several dials wait for one answer; a task that ends as cancelled is noticed by nobody."""
+    monkeypatch.setattr("store.credentials.QUESTION_SECONDS_MAX", 0.1)
+
+    async def ask_together() -> list[object]:
+        provider = HangingOnce()
+        asking = ProviderLogin(provider, USER)
+        first = [asyncio.create_task(asking.get_credentials_async()) for _ in range(3)]
+        await asyncio.sleep(0.2)
+        try:
+            answer = await asyncio.wait_for(asking.get_credentials_async(), 10.0)
+        finally:
+            provider.released.set()
+        return [answer, *await asyncio.gather(*first, return_exceptions=True)]
+
+    answer, *others = asyncio.run(ask_together())
+    assert answer == (USER, OLD)
+    assert [type(other) for other in others] == [StoreUnavailable] * 3
+
+
 def test_a_provider_that_exits_its_thread() -> None:
     with pytest.raises(StoreUnavailable, match=r"Exiting failed: .*SystemExit"):
         asyncio.run(ProviderLogin(Exiting(), USER).get_credentials_async())

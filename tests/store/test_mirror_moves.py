@@ -1,5 +1,6 @@
 """The mirror on clusters and behind Sentinel, during failovers and while slots move."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -110,6 +111,27 @@ def test_an_empty_slot_moves_without_a_redirection(
         took = mirroring.wait_to_know(namespace, "k0", there=True, seconds=TRUE_SECONDS)
         print(f"true {took:.2f} s after the slot moved")
     move(valkey_cluster, slot, source, how)
+
+
+def test_a_server_that_fails_while_a_slot_of_others_moves_keeps_its_entries(
+    valkey_cluster: ValkeyCluster, other: BlockingStore, namespace: str
+) -> None:
+    """A call that fails between the reading of the new map and the check of the entries."""
+    for key in KEYS:
+        publish(other, namespace, key)
+    with Mirroring(valkey_cluster.url) as mirroring:
+        assert all(isinstance(found, Record) for found in mirroring.ask(namespace, KEYS))
+        mirror, name = mirroring.mirror, layout.record(namespace, KEYS[0])
+        topology = mirror._topology
+        assert isinstance(topology, ClusterTopology)
+
+        async def fail_and_check() -> int:
+            await topology.suspect(topology.known_server_for(name))
+            await mirror._drop_moved()
+            return len(mirror.entries(namespace))
+
+        checked = asyncio.run_coroutine_threadsafe(fail_and_check(), mirroring._loop)
+        assert checked.result(scaled(10.0)) == len(KEYS)
 
 
 @pytest.mark.parametrize("how", ["key by key", "at once"])

@@ -289,7 +289,10 @@ class Load:
         for writer in self.writers:
             assert not writer.due
             if wrong := writer.wrong(self.store):
-                raise AssertionError("\n".join(wrong))
+                raise AssertionError(
+                    f"{len(wrong)} of {len(writer.desired)} keys are wrong; the writer has seen "
+                    f"{writer._failovers} failovers of {self.store.failovers()}; {wrong[:20]}"
+                )
 
     def end(self) -> None:
         for caller in self.callers:
