@@ -74,10 +74,10 @@ class Storm:
         self._buffer.insert_many([(key, tensor) for key in self._keys(TOGETHER)])
 
     def _select(self) -> None:
-        self._buffer.select(self._keys(1)[0], timeout=1.0)
+        self._buffer.select(self._keys(1)[0])
 
     def _select_many(self) -> None:
-        self._buffer.select_many(self._keys(TOGETHER), timeout=2.0)
+        self._buffer.select_many(self._keys(TOGETHER))
 
     def _has_caches(self) -> None:
         self._buffer.has_caches(self._keys(TOGETHER))
