@@ -1,10 +1,9 @@
 """The longest times for which a node's loop is blocked, in a storm of all kinds of requests.
 
 Two nodes that treat each other as two hosts, on one Valkey. For a while clients of both insert one
-by one and by hundreds, read from the other node, hand off, ask for hundreds of keys, claim, and
-invalidate; the arenas are full, so each insert evicts. The nodes run at the log level debug, and
-log each time above 20 ms. A table of the longest goes to stderr, with the place where the loop was;
-JSON to stdout.
+by one and by hundreds, read from the other node, hand off, ask for hundreds of keys, and claim. The
+arenas fill up, so inserts evict. The nodes run at the log level debug, and log each time above
+20 ms. The longest goes to stderr; JSON to stdout, with the places where the loop was.
 
     python -m benchmarks.blocked [--seconds 30]
 """
@@ -35,7 +34,7 @@ KEYS: Final = 2000
 """So many names are in use: most look-ups find something."""
 TOGETHER: Final = 300
 _BLOCKED: Final = re.compile(r"the loop was blocked for ([0-9.]+) s")
-_PLACE: Final = re.compile(r'File "[^"]*/(\w+/\w+\.py)", line (\d+), in (\w+)')
+_PLACE: Final = re.compile(r'File "[^"]*/(\w+/\w+\.py)", line \d+, in (\w+)')
 
 
 class Storm:
@@ -136,7 +135,7 @@ def _places(log: str) -> list[str]:
     for stack in log.split("the loop is blocked here:")[1:]:
         frames = _PLACE.findall(stack.split("the loop was blocked")[0])
         ours = [frame for frame in frames if frame[0].startswith(("node/", "shm/", "store/"))]
-        found.append(" < ".join(f"{file}:{name}" for file, _, name in reversed(ours[-3:])))
+        found.append(" < ".join(f"{file}:{name}" for file, name in reversed(ours[-3:])))
     return found
 
 

@@ -62,12 +62,9 @@ class Topology(ABC):
     def known_server_for(self, name: Part) -> Server:
         """The server of one key, without I/O. Raises StoreUnavailable if it is unknown."""
 
+    @abstractmethod
     def holder_of(self, name: Part) -> Server | None:
         """As `known_server_for`, also if calls of that server fail now; None if it is unknown."""
-        try:
-            return self.known_server_for(name)
-        except StoreUnavailable:
-            return None
 
     @abstractmethod
     async def suspect(self, server: Server, *, demoted: bool = False) -> None:
@@ -125,6 +122,9 @@ class Standalone(Topology):
 
     async def servers(self, budget: Budget) -> Sequence[Server]:
         return self._servers
+
+    def holder_of(self, name: Part) -> Server:
+        return self._the_server
 
     def known_server_for(self, name: Part) -> Server:
         return self._the_server
