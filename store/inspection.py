@@ -114,7 +114,7 @@ class RedisInspection(Inspection):
 
 async def _try_tracking(server: Server) -> Reply:
     try:
-        connection = await dial_tracked(server)
+        connection, _ = await dial_tracked(server)
     except StoreRefused as error:
         return error.__cause__
     await connection.disconnect()

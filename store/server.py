@@ -34,6 +34,9 @@ would not get its answer within the time of a call."""
 PROBED_SECONDS = 30.0
 """For how long a server is probed that no call is for: it may have left the cluster."""
 
+Incarnation = tuple[str, int]
+"""Of a server: equal for as long as the same process answers, as far as is known."""
+
 
 class Budget:
     """The time of one operation: the call timeout, plus the connect timeout once for all dials.
@@ -96,8 +99,7 @@ class Server:
         self.endpoint = endpoint
         self.access = access
         self.losses = 0
-        self.resets = 0
-        """How often tracked connections were to connect anew: another server answers, or may."""
+        self._resets = 0
         self._purpose = purpose
         self._pool: ConnectionPool | None = None
         self._run_id = ""
@@ -138,6 +140,10 @@ class Server:
         return replies
 
     @property
+    def incarnation(self) -> Incarnation:
+        return self._run_id, self._resets
+
+    @property
     def hangs(self) -> bool:
         """Whether the last call got no answer in time. Then it is probed in the background, for as
         long as somebody asks."""
@@ -150,8 +156,8 @@ class Server:
         """Connect anew with the next call: the server takes no more writes, and its address may
         lead to another one by now."""
         pool, self._pool = self._pool, None
-        if not self._run_id:  # else the next login shows whether it is another one
-            self.resets += 1
+        if not self._run_id:  # else the next login shows whether another one answers
+            self._resets += 1
         if pool is not None:
             with suppress(*FAILURES):
                 await pool.disconnect(inuse_connections=False)
@@ -201,7 +207,6 @@ class Server:
         """A connection reached the server with this run id; "" if it does not say."""
         if self._run_id and run_id and self._run_id != run_id:
             self.losses += 1
-            self.resets += 1
         self._run_id = run_id or self._run_id
 
     def unavailable(self, error: BaseException, waited_seconds: float = math.inf) -> StoreError:

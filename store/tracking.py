@@ -31,7 +31,7 @@ from store.replies import (
     text_of,
     writer_of,
 )
-from store.server import Server
+from store.server import Incarnation, Server
 
 TRACK: Final[Command] = ("CLIENT", "TRACKING", "ON")
 """After it the server pushes changes of what is read on the connection."""
@@ -77,7 +77,8 @@ class TrackedConnection:
         self._invalidated = invalidated
         self._lost = lost
         self._connection: AbstractConnection | None = None
-        self._resets = server.resets
+        self._incarnation = server.incarnation
+        """Of the server when this connection logged in."""
         self._unsent: list[bytes] = []
         """Until there is a connection, or until the next turn of the loop."""
         self._has_sent = False
@@ -117,8 +118,9 @@ class TrackedConnection:
         Detects a connection that ended without notice, as after a firewall dropped its state: it
         would push nothing any more.
         """
-        if self._connection is not None and self._resets != self.server.resets:
+        if self._connection is not None and self._incarnation != self.server.incarnation:
             self._disconnect(StoreUnavailable(f"store {self.server.endpoint}: it was replaced"))
+            self._note_up()  # another connection reached it: no pause
         elif self._connection is not None and not self._requests:
             deadline = self._loop.time() + self.server.access.call_timeout_seconds
             self._add(_Request(deadline, 1, lambda _, __: None, lambda _: None), [("PING",)])
@@ -204,9 +206,8 @@ class TrackedConnection:
                     self._disconnect(self._last_error)
                 self._is_down = False  # unused: the next request dials
                 continue
-            resets = self.server.resets  # another connection may notice a replacement meanwhile
             try:
-                connection = await dial_tracked(self.server)
+                connection, incarnation = await dial_tracked(self.server)
             except StoreError as error:
                 if self._connection is not None and not self._is_down:
                     continue  # it answered meanwhile
@@ -222,7 +223,7 @@ class TrackedConnection:
                 await connection.disconnect(nowait=True)
                 raise
             if is_needed:
-                self._use(connection, resets)
+                self._use(connection, incarnation)
             else:
                 await connection.disconnect(nowait=True)
 
@@ -241,12 +242,11 @@ class TrackedConnection:
             await asyncio.sleep(self.server.access.call_timeout_seconds / 2)
         return self._is_down
 
-    def _use(self, connection: AbstractConnection, resets: int) -> None:
-        """`resets` is that of the server when `connection` began to log in."""
+    def _use(self, connection: AbstractConnection, incarnation: Incarnation) -> None:
         if self._connection is not None:
             self._disconnect(self._last_error)
         self._connection = connection
-        self._resets = resets
+        self._incarnation = incarnation
         self._note_up()
         parser_of(connection).set_invalidation_push_handler(self._pushed)
         self._reading = self._loop.create_task(self._read(connection))
@@ -308,12 +308,21 @@ class TrackedConnection:
                 request.on_done(error)
 
 
-async def dial_tracked(server: Server) -> AbstractConnection:
-    """A connection with tracking on. Raises StoreUnavailable; StoreRefused if it is not allowed."""
+async def dial_tracked(server: Server) -> tuple[AbstractConnection, Incarnation]:
+    """A connection with tracking on, and the incarnation of the server that it reached.
+
+    Raises StoreUnavailable; StoreRefused if it is not allowed.
+    """
+    incarnation = server.incarnation
+
+    def logged_in(run_id: str) -> None:
+        nonlocal incarnation
+        server.logged_in(run_id)
+        # Without a run id, a reset since the dial began may concern this connection.
+        incarnation = (server.incarnation[0], incarnation[1])
+
     try:
-        connection = server.access.connection(
-            server.endpoint, "mirror", server.logged_in, protocol=3
-        )
+        connection = server.access.connection(server.endpoint, "mirror", logged_in, protocol=3)
         try:
             async with asyncio.timeout(server.access.connect_timeout_seconds):
                 await connection.connect()
@@ -330,4 +339,4 @@ async def dial_tracked(server: Server) -> AbstractConnection:
             f"store {server.endpoint} refuses CLIENT TRACKING ON: {text_of(reply)}; allow "
             "it in the server's ACL, or switch the mirror off"
         ) from reply
-    return connection
+    return connection, incarnation

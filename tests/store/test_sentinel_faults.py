@@ -65,6 +65,8 @@ def test_the_master_fails_during_writes(
         time.sleep(1.0)
         load.moves(2.0)
         frozen.go_on()
+        roles = [own_sentinels.is_master(server) for server in (old, new)]
+        print(f"master: old {roles[0]}, new {roles[1]}; failovers seen: {store.failovers()}")
         load.settle()
         load.within_budget()
         restored = sum(writer.restored for writer in load.writers)

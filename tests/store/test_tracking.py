@@ -10,6 +10,7 @@ from nodes import wait_until
 from proxies import Relay
 from servers import StartServer, command, frozen
 from store import EmbeddedServer, tracking
+from store.mirror import RECHECK_SECONDS
 from store.testing.samples import a_location, a_record
 
 CALL_SECONDS = 5.0
@@ -87,6 +88,21 @@ def test_it_reconnects_in_the_background_one_attempt_at_a_time(
         relay.let_go()
         time.sleep(tracking.PAUSE_SECONDS_MAX + HASTY_SECONDS)
         assert mirroring.has(namespace, "other") is False, "the question found it well"
+
+
+def test_the_connection_that_notices_another_server_stays(
+    valkey_server: EmbeddedServer, relay: Relay, start_server: StartServer, namespace: str
+) -> None:
+    successor = start_server()
+    with Mirroring(f"redis://127.0.0.1:{relay.port}") as mirroring:
+        assert mirroring.has(namespace, "k") is False
+        relay.connect_to(successor.url.removeprefix("unix://"))
+        kill_tracked(valkey_server.url)
+        mirroring.wait_to_know(namespace, "other", there=False, seconds=RECOVERED_SECONDS)
+        until = time.monotonic() + 2 * RECHECK_SECONDS
+        while time.monotonic() < until:
+            assert mirroring.ask(namespace, [f"{time.monotonic()}"]) == [None]
+            time.sleep(0.01)
 
 
 def tracked_open(url: str) -> int:

@@ -17,6 +17,7 @@ client of this machine.
 
 import datetime
 import ipaddress
+import itertools
 import os
 import random
 import re
@@ -288,19 +289,20 @@ def store(url: str) -> Iterator[BlockingStore]:
 
 _FIRST, _END = 15_000, 32_000
 _WORKERS_MAX = 8
+_SHARE = (_END - _FIRST) // _WORKERS_MAX
+_offered = itertools.count(random.randrange(_SHARE))
 
 
 def free_ports(count: int) -> list[int]:
-    """So many different ones."""
-    share = (_END - _FIRST) // _WORKERS_MAX
-    first = _FIRST + worker_number() % _WORKERS_MAX * share
+    """So many, of this worker's share; none again before all others of it were given, for some
+    are bound long after they were asked for."""
+    first = _FIRST + worker_number() % _WORKERS_MAX * _SHARE
     ports: list[int] = []
     while len(ports) < count:
-        port = random.randrange(first, first + share)
+        port = first + next(_offered) % _SHARE
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
-            if port not in ports:
-                ports.append(port)
+            ports.append(port)
     return ports
 
 
