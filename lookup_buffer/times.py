@@ -86,9 +86,11 @@ assert LONG_DEAD_SECONDS > DEATH_NOTICED_SECONDS, (
 
 PEER_CONNECT_SECONDS: Final = 1.0
 PEER_SEND_SECONDS: Final = 2.0
-"""Bound on the send of a request or a reply; a payload has a separate bound by its size."""
+"""Bound on the send of a request or of a reply without payload."""
 PEER_ANSWER_SECONDS: Final = PEER_SEND_SECONDS
 """Bound on the wait for another node's answer."""
+PEER_PROGRESS_SECONDS: Final = 5.0
+"""A transfer that makes no progress for this long is given up, at whatever rate it went before."""
 OWNER_IDLE_SECONDS: Final = 60.0
 """A connection for hand-offs is closed this long after its last use and the end of its leases."""
 PEER_IDLE_SECONDS: Final = 300.0

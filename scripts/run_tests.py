@@ -39,7 +39,7 @@ REDIS_PY_OLDEST = "6.4.0"
 PART_SECONDS = 360.0
 """A part is to take three minutes on an idle machine."""
 USUAL = "not alone and not gpu and not part"
-ONLY_PROCESSES = ["tests/node", "tests/soak", "tests/store", "tests/vllm"]
+ONLY_PROCESSES = ["tests/network", "tests/node", "tests/soak", "tests/store", "tests/vllm"]
 """Folders in which each test starts processes."""
 IMPORT_VLLM = [
     "tests/connectors",
@@ -106,7 +106,7 @@ def stages_of(command: str, commit: str, names: Sequence[str] = ()) -> list[Stag
 
 def parts_by_name() -> dict[str, Stage]:
     """What the marker `part` names, and what needs another way of starting."""
-    marked = {"soaks": 4, "storms": 0, "engines": 0}
+    marked = {"soaks": 4, "storms": 0, "engines": 0, "network": 2}
     parts = {
         name: Stage(
             f"part {name}", PART_SECONDS, pytest("-m", f"part(name='{name}')", workers=workers)

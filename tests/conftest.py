@@ -47,6 +47,7 @@ pytest_plugins = [
         "switchovers",
         "observing",
         "groups",
+        "network",
         "run_times",
     )
     if importlib.util.find_spec(name)

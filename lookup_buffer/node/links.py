@@ -2,12 +2,16 @@
 
 `dial` connects to another node, `greet` is the accepting side. Both return a socket with the MACs
 of its later frames. Called by `transfer` and `peers` (tensors), and by `owners` (hand-offs).
+`Movers` are the threads that move bytes over connections.
 """
 
 import asyncio
 import ipaddress
+import math
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
@@ -39,7 +43,36 @@ TENSORS: Final = "tensors"
 HANDOFFS: Final = "handoffs"
 HANDSHAKE_SECONDS: Final = 2.0
 """Bound on an accepted handshake."""
+MOVERS_IDLE_SECONDS: Final = 60.0
+"""Threads without work for so long end: a burst or a fault may have needed many."""
 _READ_BYTES: Final = 4096
+
+
+class Movers:
+    """At most `most` threads that send or receive, for a caller on the loop's thread."""
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self._name = most, name
+        self._threads = self._no_threads()
+        self._used_at = math.inf
+        """When they were last given work; infinite while there are none."""
+
+    def start(self, move: Callable[..., None], *arguments: object) -> "Future[None]":
+        """Raises RuntimeError after `close`."""
+        self._used_at = time.monotonic()
+        return self._threads.submit(move, *arguments)
+
+    def tick(self) -> None:
+        """End threads that are idle. To be called now and then."""
+        if time.monotonic() - self._used_at > MOVERS_IDLE_SECONDS:
+            self._threads.shutdown(wait=False)  # work under way is finished
+            self._threads, self._used_at = self._no_threads(), math.inf
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _no_threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._most, thread_name_prefix=self._name)
 
 
 class Link(NamedTuple):

@@ -14,9 +14,8 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
@@ -24,7 +23,7 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, greet
+from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, Movers, greet
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.acceptor import RETRY_SECONDS, listening_socket
@@ -32,7 +31,10 @@ from lookup_buffer.protocol.auth import Purpose
 from lookup_buffer.protocol.fields import is_fingerprint
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
-from lookup_buffer.times import PEER_IDLE_SECONDS, PEER_SEND_SECONDS
+from lookup_buffer.times import PEER_IDLE_SECONDS, PEER_PROGRESS_SECONDS
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 HALF_OPEN_MAX: Final = 256
 HALF_OPEN_PER_HOST_MAX: Final = 128
@@ -82,9 +84,7 @@ class PeerServer:
     """The handshakes in progress, the oldest first, and the hosts that they are with."""
     _readers: "set[Reader]" = field(default_factory=set)
     _askers: int = 0
-    _senders: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(SENDERS_MAX, thread_name_prefix="lb-send")
-    )
+    _senders: Movers = field(default_factory=lambda: Movers(SENDERS_MAX, "lb-send"))
 
     def listen(self, address: str) -> str:
         """Bind; returns the address with the actual port.
@@ -101,7 +101,9 @@ class PeerServer:
         self._accept_more()
 
     def tick(self) -> None:
-        """Close connections without a request for PEER_IDLE_SECONDS. To be called now and then."""
+        """Close connections without a request for PEER_IDLE_SECONDS, and end idle threads. To be
+        called now and then."""
+        self._senders.tick()
         bound = self.loop.time() - PEER_IDLE_SECONDS
         for reader in [one for one in self._readers if not one.is_busy and one.used_at < bound]:
             reader.end()
@@ -115,7 +117,7 @@ class PeerServer:
             greeting.cancel()
         for reader in list(self._readers):
             reader.end()
-        self._senders.shutdown(wait=False, cancel_futures=True)
+        self._senders.close()
 
     # -- accepting
 
@@ -223,7 +225,7 @@ class PeerServer:
             RuntimeError: this server is closed.
         """
         try:
-            job = self._senders.submit(self._send, sender, replies, already_sent)
+            job = self._senders.start(self._send, sender, replies, already_sent)
         except RuntimeError:
             self.release(replies)
             raise
@@ -237,7 +239,7 @@ class PeerServer:
     def _send(self, sender: FramedSocket, replies: Sequence[Reply], already_sent: int) -> None:
         for header, held in replies:
             payload = self.payload_of(held)
-            sender.send(header, payload, timeout=PEER_SEND_SECONDS, already_sent=already_sent)
+            sender.send(header, payload, timeout=PEER_PROGRESS_SECONDS, already_sent=already_sent)
             already_sent = 0
 
     def _header(self, held: Held) -> dict[str, Any]:

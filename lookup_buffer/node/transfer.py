@@ -13,9 +13,9 @@ for `lookup-buffer why`. Called by `read` and `takes`.
 import asyncio
 import logging
 import math
+import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -35,13 +35,13 @@ from lookup_buffer.errors import (
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.inventory import Item
-from lookup_buffer.node.links import TENSORS, dial
+from lookup_buffer.node.links import TENSORS, Movers, dial
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.framing import Frame
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
-from lookup_buffer.times import PEER_ANSWER_SECONDS, PEER_IDLE_SECONDS
+from lookup_buffer.times import PEER_ANSWER_SECONDS, PEER_IDLE_SECONDS, PEER_PROGRESS_SECONDS
 from store import Location
 
 THREADS = 16
@@ -67,7 +67,14 @@ _TOLD = (MissReason.CHECKSUM, MissReason.PEER_FAILED)
 """Failures that are written to the store; the record explains the others."""
 FETCH_OWNER = -1
 """Owner of the pin on a fetched item, until its readers have pinned it."""
+REST_SECONDS_MIN, REST_SECONDS_MAX = 0.5, 2.0
+"""A silent holder is asked for nothing for this long, doubled with each further silence."""
+SILENCES_MAX = 2
+"""After so many in a row. A holder that refuses, or ends connections, costs no time."""
 _log = logging.getLogger(__name__)
+
+Source = tuple[Location, str]
+"""A copy, and the address of its node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +94,17 @@ class Wanted:
     located: Located
     done: Callable[[Fetched], None]
     loan: bool = False
-    tried: int = 0
-    """Holders that did not deliver it."""
+    tried: list[Source] = field(default_factory=list)
+    """Holders that did not deliver it, and then the one that is asked."""
     fetched: Fetched = Fetched(None)
 
     @property
-    def source(self) -> tuple[Location, str]:
-        return self.located.sources[self.tried]
+    def source(self) -> Source:
+        return self.tried[-1]
+
+    @property
+    def untried(self) -> list[Source]:
+        return [source for source in self.located.sources if source not in self.tried]
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +136,20 @@ class Holder:
     links: list[tuple[FramedSocket, float]] = field(default_factory=list)
     """With the time of their last use."""
     users: int = 0
+    """Batches that it is asked for, or that wait for a place."""
+    rests_until: float = 0.0
+    _silences: int = 0
+    """In a row."""
+
+    def answered(self) -> None:
+        self._silences, self.rests_until = 0, 0.0
+
+    def was_silent(self, now: float) -> None:
+        """It was not reached in time, or stopped to deliver."""
+        self._silences += 1
+        if self._silences >= SILENCES_MAX:
+            doubled = REST_SECONDS_MIN * 2.0 ** min(self._silences - SILENCES_MAX, 10)
+            self.rests_until = now + min(doubled, REST_SECONDS_MAX) * random.uniform(0.5, 1.0)
 
     def idle_link(self) -> FramedSocket | None:
         """A kept connection that is still usable. Unrequested input means that the peer closed
@@ -178,15 +203,14 @@ class Fetcher:
     _holders: dict[tuple[str, str], Holder] = field(default_factory=lambda: defaultdict(Holder))
     """By node and address."""
     _fetches: "set[asyncio.Task[None]]" = field(default_factory=set)
-    _pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lb-fetch")
-    )
+    _movers: Movers = field(default_factory=lambda: Movers(THREADS, "lb-fetch"))
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Fetch each from the first holder that delivers; those of one holder are requested
         together."""
         by_holder: dict[tuple[str, str], list[Wanted]] = defaultdict(list)
         for one in wanted:
+            self._choose(one)
             location, endpoint = one.source
             by_holder[location.node, endpoint].append(one)
         for group in by_holder.values():
@@ -194,7 +218,8 @@ class Fetcher:
                 self._start(batch)
 
     def tick(self) -> None:
-        """Close connections that are not used. To be called now and then."""
+        """Close connections that are not used, and end threads. To be called now and then."""
+        self._movers.tick()
         since = self.loop.time() - LINK_IDLE_SECONDS
         for name, holder in list(self._holders.items()):
             holder.close_links(since)
@@ -206,7 +231,19 @@ class Fetcher:
             fetch.cancel()
         for holder in self._holders.values():
             holder.close_links(math.inf)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._movers.close()
+
+    def _choose(self, one: Wanted) -> None:
+        """Of the holders that were not tried, the one that is asked for least; last, those that
+        fail. Equal ones by chance: readers do not all ask the same."""
+        now = self.loop.time()
+
+        def load(source: Source) -> tuple[bool, int, float]:
+            holder = self._holders[source[0].node, source[1]]
+            return holder.rests_until > now, holder.users, random.random()
+
+        untried = one.untried
+        one.tried.append(untried[0] if len(untried) == 1 else min(untried, key=load))
 
     def _start(self, wanted: Sequence[Wanted]) -> None:
         task = self.loop.create_task(self._fetch(Batch(deque(wanted))))
@@ -220,14 +257,20 @@ class Fetcher:
         holder.users += 1
         try:
             async with holder.places:
-                await self._fetch_from(holder, batch)
+                if holder.rests_until > self.loop.time():
+                    batch.fail(MissReason.PEER_FAILED, len(batch.left))
+                else:
+                    await self._fetch_from(holder, batch)
+                    holder.answered()
         except (BufferFull, TensorTooLarge):
             batch.fail(MissReason.NO_ROOM)
         except CorruptTensor:
             batch.fail(MissReason.CHECKSUM)
         except ProtocolError:
             batch.fail(MissReason.PEER_FAILED)
-        except (PipeError, NodeRefused, ValueError):  # the endpoint is no address
+        except (PipeError, NodeRefused, ValueError) as error:  # ValueError: it is no address
+            if isinstance(error, PipeTimeout):
+                holder.was_silent(self.loop.time())
             # One that has delivered something is asked for the others again.
             batch.fail(MissReason.PEER_FAILED, 1 if batch.has_begun else len(batch.left))
         except Exception:  # noqa: BLE001 -- else its readers would wait for their deadlines
@@ -240,14 +283,14 @@ class Fetcher:
             self._start(batch.left)
 
     async def _fetch_from(self, holder: Holder, batch: Batch) -> None:
-        while (link := holder.idle_link()) is not None:
+        if (link := holder.idle_link()) is not None:
             try:
                 await self._receive_over(link, holder, batch)
-            except PipeError:
+                return
+            except PipeError:  # a kept connection may have ended, also silently, and others with it
                 if batch.has_begun:
                     raise
-                continue  # a kept connection may just have ended
-            return
+                holder.close_links(math.inf)
         location, endpoint = batch.left[0].source
         dialled = await dial(self.loop, location, endpoint, TENSORS, self.token)
         await self._receive_over(dialled.framed(), holder, batch)
@@ -326,7 +369,7 @@ class Fetcher:
     async def _payload(self, link: FramedSocket, memory: memoryview) -> int:
         """Receive into `memory`, on a thread unless it is small and here. Returns the checksum."""
         hasher = xxh3_64()
-        receive = partial(link.recv_into, memory, timeout=PEER_ANSWER_SECONDS, hasher=hasher)
+        receive = partial(link.recv_into, memory, timeout=PEER_PROGRESS_SECONDS, hasher=hasher)
         if memory.nbytes <= AT_ONCE_BYTES and link.has_arrived(memory.nbytes):
             receive()
         else:
@@ -335,7 +378,7 @@ class Fetcher:
 
     async def _on_thread(self, link: FramedSocket, move: Callable[[], None]) -> None:
         """Run `move`, which sends or receives on `link`. Also if cancelled, it has ended then."""
-        moved = self.loop.run_in_executor(self._pool, move)
+        moved = asyncio.wrap_future(self._movers.start(move), loop=self.loop)
         try:
             await asyncio.shield(moved)
         except asyncio.CancelledError:
@@ -351,9 +394,8 @@ class Fetcher:
                 self.counters.add(f"fetches_failed_{reason}")
             if reason in _TOLD:
                 self.failed.note(one.address, reason, one.source[0].node)
-            one.tried += 1
-            may_come = held is None and reason != MissReason.NO_ROOM
-            if may_come and one.tried < len(one.located.sources):
+            if held is None and reason != MissReason.NO_ROOM and one.untried:
+                self._choose(one)
                 self._start([one])
             else:
                 one.done(one.fetched)

@@ -68,12 +68,18 @@ class Acceptor:
 
 
 def listening_socket(host: str, port: int) -> tuple[socket.socket, str]:
-    """A socket that listens at the address, and HOST:PORT with the actual port.
+    """A socket that listens at the address, and HOST:PORT with the actual port. At `::` it accepts
+    IPv4 as well, where the system can.
 
     Raises:
         OSError: the address is in use, or is not an address of this host.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=HANDSHAKES_MAX)
+    listener = socket.create_server(
+        (host, port),
+        family=family,
+        backlog=HANDSHAKES_MAX,
+        dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+    )
     shown = f"[{host}]" if family == socket.AF_INET6 else host
     return listener, f"{shown}:{listener.getsockname()[1]}"

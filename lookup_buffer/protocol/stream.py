@@ -32,6 +32,8 @@ from lookup_buffer.protocol.sockets import KernelTimeout, SocketGuard, tune
 HASH_STEP_BYTES: Final = 4 << 20
 """The hash runs this many bytes behind the receive: few enough to be still in a cache."""
 
+PROGRESS_BYTES: Final = 64 << 10
+"""So much of a payload must pass within a timeout: 13 kB/s, if that is 5 s."""
 _SCRATCH_BYTES: Final = 4096  # takes prologue and header of nearly every frame in one read
 
 
@@ -43,11 +45,27 @@ class Hasher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FramedSocketLimits:
-    """Bounds on what the remote end may send, and the lowest accepted rate of both directions."""
+    """Bounds on what the remote end may send."""
 
     max_header_bytes: int = MAX_HEADER_BYTES
     max_payload_bytes: int = 1 << 40
-    minimum_bytes_per_second: float = 16e6
+
+
+class _Progress:
+    """`deadline` is when a transfer is given up, by time.monotonic()."""
+
+    __slots__ = ("_due", "_timeout", "deadline")
+
+    def __init__(self, timeout: float, moved: int = 0) -> None:
+        self._timeout = timeout
+        self._due = moved + PROGRESS_BYTES
+        self.deadline = time.monotonic() + timeout
+
+    def note(self, moved: int) -> None:
+        """`moved` bytes have passed."""
+        if moved >= self._due:
+            self._due = moved + PROGRESS_BYTES
+            self.deadline = time.monotonic() + self._timeout
 
 
 class FramedSocket:
@@ -56,9 +74,9 @@ class FramedSocket:
     Threads: one may send while another receives; two threads must not do the same. Any thread may
     call `close` and `abort` at any time; both end the waits of other threads.
 
-    Deadlines: each operation has one, its `timeout` plus its bytes over the minimum rate. A
-    stopped or slow remote end cannot delay a caller longer (except by a tenth), at whatever rate
-    its bytes arrive.
+    Deadlines: `timeout` bounds the wait for a header, and for each PROGRESS_BYTES of a payload (or
+    for the rest of it), except by a tenth. So a payload arrives over a network of any speed, and a
+    stopped remote end, or one that trickles, is given up.
 
     Errors:
         PipeClosed: an end was closed between two frames, or this one by another thread.
@@ -103,13 +121,14 @@ class FramedSocket:
         """
         nbytes = 0 if payload is None else payload.nbytes
         frame = self._encoded(header, nbytes, before)
-        deadline = self._deadline(timeout, nbytes)
+        progress = _Progress(timeout, already_sent)
         with self._guard:
-            self._send_timeout.allow_until(deadline)
+            self._send_timeout.allow_until(progress.deadline)
             # One call for header and payload: no second packet, no wait for an ACK.
             sent = already_sent or self._socket.sendmsg((frame, payload or b""))
             while sent < len(frame) + nbytes:
-                self._send_timeout.allow_until(deadline)
+                progress.note(sent)
+                self._send_timeout.allow_until(progress.deadline)
                 if sent < len(frame):
                     sent += self._socket.send(frame[sent:])
                 elif payload is not None:
@@ -152,7 +171,8 @@ class FramedSocket:
             raise RuntimeError("the payload of the previous frame was not received")
         frame, self._peeked = self._peeked, None
         if frame is None:
-            deadline = self._deadline(timeout, 0)
+            progress = _Progress(timeout)
+            deadline = progress.deadline
             with self._guard:
                 self._fill(PROLOGUE_BYTES, deadline)
                 header_nbytes, payload_nbytes = self._prologue()
@@ -163,7 +183,7 @@ class FramedSocket:
                     self._start += header_nbytes
                 else:
                     packed = memoryview(bytearray(header_nbytes))
-                    self._receive(packed, deadline, None)
+                    self._receive(packed, progress, None)
                 frame = self._decoded(packed, payload_nbytes)
         self._payload_left = frame.payload_nbytes
         return frame
@@ -222,9 +242,8 @@ class FramedSocket:
             raise ValueError(
                 f"a buffer of {buffer.nbytes} bytes; {self._payload_left} of the payload are left"
             )
-        deadline = self._deadline(timeout, buffer.nbytes)
         with self._guard:
-            self._receive(buffer, deadline, hasher)
+            self._receive(buffer, _Progress(timeout), hasher)
             self._payload_left -= buffer.nbytes
 
     def wait_readable(self, timeout: float, wait: Callable[[float], bool] | None = None) -> bool:
@@ -293,9 +312,6 @@ class FramedSocket:
     def __repr__(self) -> str:
         return f"<FramedSocket {'closed' if self.closed else 'open'}>"
 
-    def _deadline(self, timeout: float, nbytes: int) -> float:
-        return time.monotonic() + timeout + nbytes / self._limits.minimum_bytes_per_second
-
     def _prologue(self) -> tuple[int, int]:
         """(header bytes, payload bytes) in the complete prologue at the start of the scratch."""
         return decode_prologue(
@@ -352,17 +368,18 @@ class FramedSocket:
                 raise _ended(within_frame=within_frame or self._end > 0)
             self._end += read
 
-    def _receive(self, buffer: memoryview, deadline: float, hasher: Hasher | None) -> None:
+    def _receive(self, buffer: memoryview, progress: _Progress, hasher: Hasher | None) -> None:
         got = min(self._end - self._start, buffer.nbytes)
         buffer[:got] = self._scratch[self._start : self._start + got]
         self._start += got
         hashed = 0
         while got < buffer.nbytes:
             # Always request the full remainder: the kernel returns all it has in one call.
-            read = self._read(buffer[got:], deadline)
+            read = self._read(buffer[got:], progress.deadline)
             if read == 0:
                 raise _ended(within_frame=True)
             got += read
+            progress.note(got)
             if hasher is not None and got - hashed >= HASH_STEP_BYTES:
                 hasher.update(buffer[hashed:got])
                 hashed = got

@@ -77,7 +77,7 @@ def on_a_loop(test: Test) -> None:
                 link.stream.close()
             others = asyncio.all_tasks() - {asyncio.current_task()}
             await asyncio.gather(*others, return_exceptions=True)
-            bench.server._senders.shutdown()
+            bench.server._senders.close()
             bench.shelf.close()
 
     asyncio.run(run())
@@ -120,7 +120,7 @@ def test_small_and_large_items_come_in_the_order_of_the_request() -> None:
 def test_a_reader_that_leaves_or_does_not_read_leaves_no_pin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peers, "PEER_SEND_SECONDS", 0.2)
+    monkeypatch.setattr(peers, "PEER_PROGRESS_SECONDS", 0.2)
 
     async def test(bench: Bench) -> None:
         items = [[NAMESPACE, "k", "boot", bench.insert("k", 16 * MIB)]]

@@ -15,7 +15,7 @@ import pytest
 
 from lookup_buffer.errors import PipeBroken, PipeClosed, PipeTimeout
 from lookup_buffer.protocol.framing import encode_frame
-from lookup_buffer.protocol.stream import FramedSocket, FramedSocketLimits
+from lookup_buffer.protocol.stream import PROGRESS_BYTES, FramedSocket
 from patience import scaled
 from raw_ends import MIB, TIMEOUT, pattern
 
@@ -87,9 +87,7 @@ def peer_process(mode: str) -> Iterator[tuple[FramedSocket, subprocess.Popen[byt
         port = str(listener.getsockname()[1])
         process = subprocess.Popen([sys.executable, "-c", PEER, port, mode])
         try:
-            link = FramedSocket(
-                listener.accept()[0], FramedSocketLimits(minimum_bytes_per_second=1e9)
-            )
+            link = FramedSocket(listener.accept()[0])
             with link:
                 assert link.recv_header(TIMEOUT) == (["ready"], 0)
                 yield link, process
@@ -169,14 +167,21 @@ def test_no_time_at_all_is_a_timeout(
         links[1].send([], timeout=timeout)
 
 
-def test_the_deadline_grows_with_the_payload(raw: tuple[FramedSocket, socket.socket]) -> None:
-    _, peer = raw
-    link = FramedSocket(raw[0]._socket.dup(), FramedSocketLimits(minimum_bytes_per_second=10_000))
-    peer.sendall(encode_frame([], 10_000))
+def test_each_part_of_a_payload_has_the_time(raw: tuple[FramedSocket, socket.socket]) -> None:
+    link, peer = raw
+    parts, seconds = 5, scaled(0.4)
+
+    def send_slowly() -> None:
+        for _ in range(parts):
+            time.sleep(seconds / 2)
+            peer.sendall(bytes(PROGRESS_BYTES))
+
+    peer.sendall(encode_frame([], parts * PROGRESS_BYTES))
     link.recv_header(TIMEOUT)
-    threading.Timer(0.5, peer.sendall, [bytes(10_000)]).start()
-    link.recv_into(memoryview(bytearray(10_000)), timeout=0.01)
-    link.abort()
+    thread = threading.Thread(target=send_slowly)
+    thread.start()
+    link.recv_into(memoryview(bytearray(parts * PROGRESS_BYTES)), timeout=seconds)
+    thread.join(TIMEOUT)
 
 
 # --- this end goes ---

@@ -13,7 +13,14 @@ from lookup_buffer.node import transfer
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
+from lookup_buffer.node.transfer import (
+    FETCH_OWNER,
+    REST_SECONDS_MIN,
+    SILENCES_MAX,
+    Fetched,
+    Fetcher,
+    Wanted,
+)
 from lookup_buffer.protocol.header import PayloadHeader, TensorHeader
 from store import Location, Record
 
@@ -149,6 +156,8 @@ def test_each_item_is_settled_once_whatever_its_holders_do(
         now = (key, chance.random() < 0.5)
         return fates.setdefault(now, chance.choice(("ok",) * 10 + FATES))
 
+    monkeypatch.setattr(transfer, "SILENCES_MAX", 1000)  # else most others fail with two of them
+
     async def test() -> None:
         fetching = Fetching(monkeypatch, fate)
         failed = await fetching.fetch({f"k{n}": chance.randint(1, 3) for n in range(200)})
@@ -178,6 +187,22 @@ def test_a_kept_connection_that_has_ended_is_replaced(monkeypatch: pytest.Monkey
         fetching.links[0].ended = True
         assert await fetching.fetch({f"k{n}": 1 for n in range(10)}) == []
         assert len(fetching.links) == 2
+        fetching.fetcher.close()
+
+    asyncio.run(test())
+
+
+def test_a_silent_holder_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        fetching = Fetching(monkeypatch, lambda key: "timeout" if key == "silent" else "ok")
+        for asked in range(1, SILENCES_MAX + 1):
+            assert await fetching.fetch({"silent": 1}) == ["silent"]
+            assert len(fetching.links) == asked
+        assert await fetching.fetch({"k": 1}) == ["k"]
+        assert len(fetching.links) == SILENCES_MAX, "it was not asked"
+        assert await fetching.fetch({"k": 2}) == [], "the other holder delivers"
+        await asyncio.sleep(REST_SECONDS_MIN)
+        assert await fetching.fetch({"k2": 1}) == []
         fetching.fetcher.close()
 
     asyncio.run(test())

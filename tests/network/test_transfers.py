@@ -1,0 +1,75 @@
+"""Transfers between hosts on slow, lossy and cut networks."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from network import MakeNetwork, equal
+from nodes import MIB, wait_until
+from patience import scaled
+
+pytestmark = pytest.mark.part(name="network")
+
+
+def test_a_slow_network_delays_and_fails_nothing(make_network: MakeNetwork) -> None:
+    network = make_network("a", "b")
+    a, b = network.node("a"), network.node("b")
+    with a.client() as here, b.client() as there:
+        ((one, tensor),) = network.put(here, 1, 16 * MIB)
+        network.wait_for(there, [one])
+        network.set_both("a", "b", rate=20, delay=5)
+        started = time.monotonic()
+        assert equal(there.select(one, timeout=30.0), tensor)
+        print(f"{time.monotonic() - started:.2f} s")
+
+
+def test_a_lossy_network(make_network: MakeNetwork) -> None:
+    network = make_network("a", "b")
+    a, b = network.node("a"), network.node("b")
+    with a.client() as here, b.client() as there:
+        ((one, tensor),) = network.put(here, 1, 8 * MIB)
+        network.wait_for(there, [one])
+        network.set_both("a", "b", loss=1, delay=20)
+        started = time.monotonic()
+        assert equal(there.select(one, timeout=60.0), tensor)
+        print(f"{time.monotonic() - started:.2f} s")
+
+
+def test_another_holder_delivers_what_a_cut_interrupted(make_network: MakeNetwork) -> None:
+    network = make_network("a", "b", "c")
+    a, b, c = network.node("a"), network.node("b"), network.node("c")
+    with a.client() as at_a, b.client() as at_b, c.client() as at_c:
+        ((one, tensor),) = network.put(at_a, 1, 16 * MIB)
+        network.wait_for(at_b, [one])
+        assert equal(at_b.select(one, timeout=10.0), tensor)
+        wait_until(lambda: at_b.stats()["unpublished"] == 0, 5.0)
+        network.set_both("a", "c", rate=80)
+        network.set_both("b", "c", rate=80)
+        with ThreadPoolExecutor(1) as pool:
+            begun = pool.submit(at_c.select, one, timeout=30.0)
+            wait_until(
+                lambda: max(network.sent_bytes(x, "c") for x in "ab") > 2 * MIB, 10.0, "it begins"
+            )
+            source = max("ab", key=lambda x: network.sent_bytes(x, "c"))
+            network.set_both("a", "c", rate=0)
+            network.set_both("b", "c", rate=0)
+            with network.cut(source, "c"):
+                started = time.monotonic()
+                assert equal(begun.result(scaled(30.0)), tensor)
+                print(f"{time.monotonic() - started:.2f} s")
+
+
+@pytest.mark.parametrize("how", ["drop", "reject", "reset"])
+def test_a_kept_connection_that_died(make_network: MakeNetwork, how: str) -> None:
+    network = make_network("a", "b")
+    a, b = network.node("a"), network.node("b")
+    with a.client() as here, b.client() as there:
+        items = network.put(here, 2, MIB)
+        network.wait_for(there, [one for one, _ in items])
+        (first, tensor), (second, other) = items
+        assert equal(there.select(first, timeout=10.0), tensor)
+        assert network.kill("a", "b", how) > 0
+        started = time.monotonic()
+        assert equal(there.select(second, timeout=10.0), other)
+        print(f"{time.monotonic() - started:.2f} s")
