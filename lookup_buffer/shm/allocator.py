@@ -1,7 +1,7 @@
 """The allocator: divides one contiguous range of bytes into allocated blocks and gaps.
 
-Pure bookkeeping: no memory, no I/O, no clock. Not thread-safe; only the node's arena uses it. The
-content of the blocks does not matter here.
+Pure bookkeeping: no memory, no I/O, no clock. Not thread-safe. The node's arena and the shared
+memory of a pipe use it. The content of the blocks does not matter here.
 
 One list holds the allocated blocks by address. A gap is the space between two neighbours in it,
 so adjacent gaps are merged by construction. A second list holds the gaps by size, for best fit.
@@ -50,11 +50,6 @@ class Allocator:
         return self._used_bytes
 
     @property
-    def free_bytes(self) -> int:
-        """Bytes in gaps of any size."""
-        return self.capacity_bytes - self._used_bytes
-
-    @property
     def largest_free_bytes(self) -> int:
         """The largest block that `allocate` can give now."""
         return self._gaps[-1] >> _MAX_ADDRESS_BITS if self._gaps else 0
@@ -62,17 +57,6 @@ class Allocator:
     def __len__(self) -> int:
         """The number of allocated blocks."""
         return len(self._offsets)
-
-    def __contains__(self, offset: object) -> bool:
-        return offset in self._sizes
-
-    def block_bytes(self, offset: int) -> int:
-        """The bytes of the block at this offset.
-
-        Raises:
-            KeyError: there is no such block.
-        """
-        return self._sizes[offset]
 
     def rounded_bytes(self, nbytes: int) -> int:
         """The bytes that a block of `nbytes` takes."""
