@@ -30,7 +30,7 @@ from lookup_buffer.node.handoffs import TTL_SECONDS, Handoffs
 from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.session import Session
-from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_fields
 from lookup_buffer.shm.memory import Mapping
@@ -70,7 +70,7 @@ class Arrivals:
         `landed` once the insert is settled, and its takers are served.
 
         Raises:
-            TensorTooLarge, BufferFull: see `Inventory.reserve_handoff`.
+            TensorTooLarge, BufferFull: see `Shelf.reserve_handoff`.
         """
         try:
             return self._reserve(arrival)
@@ -298,10 +298,10 @@ class Inserts:
             self._store(one, index, item, checksum)
 
     def _store(self, one: _Inserting, index: int, item: Item, checksum: int) -> None:
-        ticket = self._commit(one, item, checksum)
+        pin = self._commit(one, item, checksum)
         self.claims.inserted(one.session, item.address)
         self._stored(one, index, item)
-        self.shelf.release([ticket], one.session.id)
+        self.shelf.release([pin.ticket], one.session.id)
 
     # -- hand-offs
 
@@ -318,13 +318,13 @@ class Inserts:
             item = await self.arrivals.admit(arrival)
             one.admitted()
             (checksum,) = await self._copy(one, [(index, item)])
-            ticket = self._commit(one, item, checksum)
+            pin = self._commit(one, item, checksum)
             try:
                 outcome = await self.announcements.confirm(item, until)
                 if outcome is InsertOutcome.STORED:
                     self._stored(one, index, item)
             finally:
-                self.shelf.release([ticket], one.session.id)
+                self.shelf.release([pin.ticket], one.session.id)
         except LookupBufferError as error:
             self._refuse(one, index, error)
             return
@@ -350,7 +350,7 @@ class Inserts:
     def _fill(self, one: _Inserting, index: int, item: Item) -> int:
         return self.shelf.fill(item, one.staging, one.parts[index].offset)
 
-    def _commit(self, one: _Inserting, item: Item, checksum: int) -> int:
+    def _commit(self, one: _Inserting, item: Item, checksum: int) -> Held:
         item.device = one.session.device
         return self.shelf.commit(item, checksum, one.session.id)
 

@@ -5,7 +5,7 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
 `counters`, `loop`, `identity` and `breaker` are used by many and not drawn.
 
     clients ─► server ─► session                    a call or a task for each request
-      server ─► shelf ─► inventory                  pins
+      server ─► shelf                               pins
       server ─► insert ─► shelf                     insert; copies above 512 KiB [lb-copy]
                ├─► handoffs                         hand-offs that wait for space
                ├─► announcements ─► owners          ownership of a hand-off; queries the other owner

@@ -259,7 +259,7 @@ class Reads:
 
     def _known(self, request: Contains) -> tuple[list[bool], list[int]]:
         """What is known without a call of the store, and the positions of what is not."""
-        present = self.shelf.holds_each([(request.namespace, key) for key in request.keys])
+        present = [self.shelf.holds((request.namespace, key)) for key in request.keys]
         away = [index for index, here in enumerate(present) if not here]
         known = self.locator.known(request.namespace, [request.keys[index] for index in away])
         for index, held in zip(away, known, strict=True):

@@ -200,7 +200,8 @@ class Invalidations:
 
     async def _remove(self, items: Sequence[Item]) -> None:
         for start in range(0, len(items), PAGE):
-            self.shelf.remove_all(items[start : start + PAGE], GoneReason.INVALIDATED)
+            for item in items[start : start + PAGE]:
+                self.shelf.remove(item, GoneReason.INVALIDATED)
             await asyncio.sleep(0)
 
     def _is_news(self, namespace: str, at: float) -> bool:

@@ -1,36 +1,55 @@
-"""The arena, its inventory and the local index.
+"""The arena's memory and what it holds: items, reservations and pins; their shares and eviction.
 
-The bookkeeping belongs to the loop. The threads `lb-copy`, `lb-fetch` and `lb-send` only write and
-read bytes of what is reserved or pinned (`fill`, `bytes_of`). Called by most modules here.
+The bookkeeping belongs to the loop, and does no I/O; the clock is an argument. The threads
+`lb-copy`, `lb-fetch` and `lb-send` only write and read bytes of what is reserved or pinned (`fill`,
+`bytes_of`). `shm/allocator.py` decides where items lie, and which neighbours are evicted together.
+Called by most modules here.
+
+Bytes are charged when a reservation is made. They are released exactly once: when the item is gone
+and its last pin is released. Pins and reservations have one share of the arena, hand-offs, which
+are never evicted, another. What remains can be evicted, so room can be made. Pinning a hand-off
+charges nothing: a taker, which makes room, is never refused. A loan (a copy of another node's
+hand-off) is never returned by a look-up.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-from lookup_buffer.errors import BufferFull
+from lookup_buffer.errors import BufferFull, TensorTooLarge
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.inventory import Gauges, Inventory, Item
+from lookup_buffer.node.inventory import Gauges, Item
 from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.shm.allocator import Allocator
 from lookup_buffer.shm.index import LocalIndex
 from lookup_buffer.shm.memory import Arena, Mapping, copy_bytes
 from store import GoneReason
 
+HELD_FRACTION: Final = 1 / 3
+"""Share of the arena for pins and reservations together. One item alone may exceed it."""
+HANDOFF_FRACTION: Final = 1 / 2
+"""Share of the arena for all hand-offs together: they are never evicted."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, eq=False)
 class Held:
-    """An item and the ticket of a pin on it."""
+    """A pin: it keeps `item` in the arena until its ticket is released."""
 
     ticket: int
     item: Item
+    owner: int
+    ranks: set[int] | None
+    """Ranks that have not reported done yet; None if the owner releases the pin itself."""
 
 
 class Shelf:
     """`on_change(address, reason)` is called for each item that appeared (reason "") or was removed
-    (why)."""
+    (why). It only notes that: it does not call this object."""
 
     def __init__(
         self,
@@ -40,13 +59,87 @@ class Shelf:
     ) -> None:
         self.arena = Arena(capacity_bytes)
         self.local_index = LocalIndex(capacity_bytes)
+        self._allocator = Allocator(capacity_bytes)
         self._clock = clock
         self._on_change = on_change
-        self._inventory = Inventory(capacity_bytes, clock, self.local_index.remove)
-        self._on_room: Callable[[], None] | None = None
+        self._on_room = _nothing
+        self._items: dict[QualifiedKey, Item] = {}
+        """What uses an address: complete items, and reservations of items that will be found."""
+        self._by_use: OrderedDict[int, Item] = OrderedDict()
+        """By offset, the items that may be evicted unless they are pinned; least recently used
+        first."""
+        self._expiring: set[Item] = set()
+        """The complete items that have a time to live."""
         self._offers: dict[QualifiedKey, Item] = {}
+        self._pins: dict[int, Held] = {}
+        self._generations = itertools.count(1)
+        self._tickets = itertools.count(1)
+        self._pinned_bytes = self._reserved_bytes = 0
+        self._handoff_bytes = 0
+        self._wanted_bytes = 0
+        """Bytes of hand-offs beyond their share whose takers wait: charged like pins."""
 
-    # -- read
+    # -- look up
+
+    def touch(self, address: QualifiedKey) -> Item | None:
+        """The complete item at `address`, marked as used now; None if there is none.
+
+        An expired item is removed.
+        """
+        item = self._items.get(address)
+        if item is None or not item.ready:
+            return None
+        now = self._clock()
+        if item.expires_at is not None and item.expires_at <= now:
+            self.remove(item, GoneReason.EXPIRED)
+            return None
+        item.last_used = now
+        if not item.is_handoff:
+            self._by_use.move_to_end(item.offset)
+        return item
+
+    def holds(self, address: QualifiedKey) -> bool:
+        """Whether a complete item is at `address`; it is marked as used."""
+        return self.touch(address) is not None
+
+    def peek(self, address: QualifiedKey) -> Item | None:
+        """As `touch`, but does not mark the item as used and does not remove an expired one."""
+        item = self._items.get(address)
+        return item if item is not None and item.ready else None
+
+    def published(self, address: QualifiedKey) -> Item | None:
+        """What the store must have for `address`: the complete item, or else the offer, whose
+        checksum is 0."""
+        return self.peek(address) or self._offers.get(address)
+
+    def addresses(self) -> list[QualifiedKey]:
+        """All addresses for which `published` returns something."""
+        return [*(address for address, item in self._items.items() if item.ready), *self._offers]
+
+    def items_of(self, namespace: str, *, fetched_only: bool = False) -> list[Item]:
+        """All complete items of a namespace; `fetched_only`: only those from other nodes."""
+        return [
+            item
+            for (space, _), item in self._items.items()
+            if space == namespace and item.ready and not (fetched_only and item.origin == "local")
+        ]
+
+    def gauges(self) -> Gauges:
+        return Gauges(
+            items=len(self._items),
+            used_bytes=self._allocator.used_bytes,
+            pinned_bytes=self._pinned_bytes,
+            reserved_bytes=self._reserved_bytes,
+            handoff_bytes=self._handoff_bytes + self._wanted_bytes,
+            pins=len(self._pins),
+            capacity_bytes=self.arena.nbytes,
+        )
+
+    def remaining_seconds(self, item: Item) -> float | None:
+        """What is left of the item's time to live, in seconds; None if it has none."""
+        return None if item.expires_at is None else max(0.0, item.expires_at - self._clock())
+
+    # -- pins
 
     def hold(
         self, address: QualifiedKey, owner: int, ranks: Iterable[int] | None = None
@@ -56,137 +149,187 @@ class Shelf:
         Raises:
             BufferFull: pins and reservations would exceed their share.
         """
-        item = self._inventory.find(address)
-        ticket = None if item is None else self._inventory.pin(item, owner, ranks)
-        self._report()
-        return None if item is None or ticket is None else Held(ticket, item)
+        item = self.touch(address)
+        return None if item is None else self.pin(item, owner, ranks)
 
-    def holds(self, address: QualifiedKey) -> bool:
-        """Whether a complete item is at `address`."""
-        return self._inventory.find(address) is not None
+    def pin(self, item: Item, owner: int, ranks: Iterable[int] | None = None) -> Held:
+        """Pin a complete item that is found or pinned; also a loan.
 
-    def holds_each(self, addresses: Sequence[QualifiedKey]) -> list[bool]:
-        """As `holds`, for many addresses."""
-        find = self._inventory.find
-        return [find(address) is not None for address in addresses]
-
-    def taken(self, address: QualifiedKey) -> bool:
-        """Whether `address` has an item or is being written."""
-        return self._inventory.holds(address)
-
-    def touch(self, address: QualifiedKey) -> Item | None:
-        """A client read the item through the local index: mark it as used. None if it is gone."""
-        return self._inventory.find(address)
+        Raises:
+            BufferFull: pins and reservations would exceed their share.
+        """
+        if not item.pins and not item.is_handoff:
+            self._check_held(item.nbytes)
+            self._pinned_bytes += item.nbytes
+        item.pins += 1
+        pin = Held(next(self._tickets), item, owner, None if ranks is None else set(ranks))
+        self._pins[pin.ticket] = pin
+        return pin
 
     def release(self, tickets: Iterable[int], owner: int) -> None:
-        """Release tickets; those of other owners are ignored."""
+        """Release tickets; those that are absent or of other owners are ignored."""
         for ticket in tickets:
-            self._inventory.unpin(ticket, owner)
-        self._report()
+            pin = self._pins.get(ticket)
+            if pin is not None and pin.owner == owner:
+                self._unpin(pin)
 
     def done(self, tickets: Iterable[int], rank: int) -> None:
+        """One rank has its copies; after the last rank of a ticket it is released."""
         for ticket in tickets:
-            self._inventory.done(ticket, rank)
-        self._report()
+            pin = self._pins.get(ticket)
+            if pin is not None and pin.ranks is not None:
+                pin.ranks.discard(rank)
+                if not pin.ranks:
+                    self._unpin(pin)
 
     def holds_pins(self, owner: int) -> bool:
-        return bool(self._inventory.pins_of(owner))
+        return any(pin.owner == owner for pin in self._pins.values())
 
     def release_all(self, owner: int) -> None:
-        for ticket in self._inventory.pins_of(owner):
-            self._inventory.unpin(ticket, owner)
-        self._report()
+        for pin in [pin for pin in self._pins.values() if pin.owner == owner]:
+            self._unpin(pin)
 
-    def bytes_of(self, item: Item) -> memoryview:
-        """The item's bytes. The caller has pinned it."""
-        return self.arena.view[item.offset : item.offset + item.nbytes]
-
-    def remaining_seconds(self, item: Item) -> float | None:
-        """What is left of the item's time to live, in seconds; None if it has none."""
-        return None if item.expires_at is None else max(0.0, item.expires_at - self._clock())
+    def _unpin(self, pin: Held) -> None:
+        del self._pins[pin.ticket]
+        item = pin.item
+        item.pins -= 1
+        if item.pins:
+            return
+        if not item.is_handoff:
+            self._pinned_bytes -= item.nbytes
+        if item.gone:
+            self._free(item)
+        else:
+            self._on_room()
 
     # -- write
 
     def reserve(
-        self, address: QualifiedKey, header: TensorHeader, *, origin: str, ttl_seconds: float | None
+        self,
+        address: QualifiedKey,
+        header: TensorHeader,
+        *,
+        origin: str,
+        ttl_seconds: float | None,
+        loan: bool = False,
     ) -> Item | None:
-        """Memory to write into, or None if the address is in use. Then commit or abandon.
+        """Memory to write into; evicts the oldest items if needed. Then commit or abandon.
 
-        An expired item no longer uses its address.
+        None if the address is in use, by an item that has not expired or by a reservation. `loan`:
+        a copy of another node's hand-off, kept only by its pins; it uses no address, and has no
+        time to live.
 
         Raises:
-            TensorTooLarge, BufferFull: see `Inventory.reserve`.
+            TensorTooLarge: it exceeds the whole arena.
+            BufferFull: pins and reservations would exceed their share, or evicting all that may
+                be evicted does not make enough room.
         """
-        try:
-            if self._inventory.find(address) or self._inventory.holds(address):
-                return None
-            return self._inventory.reserve(address, header, origin=origin, ttl_seconds=ttl_seconds)
-        finally:
-            self._report()
+        if not loan and (self.touch(address) or address in self._items):
+            return None
+        if self._allocator.rounded_bytes(header.nbytes) > self._allocator.capacity_bytes:
+            raise TensorTooLarge(
+                f"a tensor of {header.nbytes} bytes exceeds the arena of "
+                f"{self.arena.nbytes} bytes; raise capacity_bytes"
+            )
+        self._check_held(header.nbytes)
+        item = self._place(address, header, origin, None if loan else ttl_seconds)
+        item.gone = loan
+        if not loan:
+            self._items[address] = item
+        self._reserved_bytes += item.nbytes
+        return item
 
     def reserve_handoff(
         self, address: QualifiedKey, header: TensorHeader, *, ttl_seconds: float, wanted: bool
     ) -> Item:
-        """Memory for the next generation of a hand-off. Then commit or abandon.
+        """Memory for the next generation of a hand-off, which is found once committed. Then commit
+        or abandon.
+
+        If the share cannot hold both, an unpinned item at the same address is removed.
+        `wanted`: a taker waits, so the item will not stay. It may then use the share of pins, so
+        that a full share of hand-offs blocks no taker, which makes room in it.
 
         Raises:
-            TensorTooLarge, BufferFull: see `Inventory.reserve_handoff`.
+            TensorTooLarge: it exceeds the share of hand-offs.
+            BufferFull: that share (or, if `wanted`, also that of pins) is used up, or evicting all
+                that may be evicted does not make enough room.
         """
         try:
-            reserve = partial(
-                self._inventory.reserve_handoff,
-                address, header, ttl_seconds=ttl_seconds, wanted=wanted,
-            )  # fmt: skip
-            try:
-                return reserve()
-            except BufferFull:
-                self._inventory.remove_expired()
-                return reserve()
-        finally:
-            self._report()
+            return self._place_handoff(address, header, ttl_seconds, wanted=wanted)
+        except BufferFull:
+            self.remove_expired()
+            return self._place_handoff(address, header, ttl_seconds, wanted=wanted)
 
-    def reserve_loan(self, address: QualifiedKey, header: TensorHeader, *, origin: str) -> Item:
-        """Memory for a copy that is kept only by its pins. Then commit or abandon.
+    def commit(self, item: Item, checksum: int, owner: int) -> Held:
+        """The bytes of a reservation are complete: from now on readers find the item, unless it is
+        a loan. Returns a pin for `owner`, which is never refused.
 
-        Raises:
-            TensorTooLarge, BufferFull: see `Inventory.reserve`.
+        A hand-off becomes a new generation and replaces the item at its address.
         """
-        try:
-            return self._inventory.reserve_loan(address, header, origin=origin)
-        finally:
-            self._report()
-
-    def commit(self, item: Item, checksum: int, owner: int) -> int:
-        """Make a written item visible, unless it is a loan. Returns the ticket of a pin for
-        `owner`."""
-        self._inventory.commit(item, checksum)
-        is_loan = item.gone
-        if item.expires_at is None and not is_loan:
-            self.local_index.add(item.address, item.header, item.offset)
-        ticket = self._inventory.pin(item, owner)
-        self._report()
-        if not is_loan:
-            self._on_change(item.address, "")
-        return ticket
-
-    def pin(self, item: Item, owner: int, ranks: Iterable[int] | None = None) -> Held:
-        """Another pin on a pinned item; also for loans.
-
-        Raises:
-            BufferFull: see `hold`.
-        """
-        return Held(self._inventory.pin(item, owner, ranks), item)
+        if item.is_handoff:
+            replaced = self._items.get(item.address)
+            if replaced is not None:
+                self.remove(replaced, "replaced")
+            item.generation = next(self._generations)  # in the order in which they become available
+            self._items[item.address] = item
+        else:
+            self._reserved_bytes -= item.nbytes
+        item.checksum, item.last_used, item.ready = checksum, self._clock(), True
+        pin = self.pin(item, owner)  # within the share, as the reservation was
+        if not item.gone:
+            self._list(item)
+        return pin
 
     def abandon(self, item: Item) -> None:
-        self._inventory.abandon(item)
-        self._report()
+        """Release a reservation."""
+        if not item.is_handoff:
+            self._reserved_bytes -= item.nbytes
+        if self._items.get(item.address) is item:
+            del self._items[item.address]
+        item.gone = True
+        self._free(item)
+
+    def remove(self, item: Item, reason: str) -> None:
+        """Remove a complete item; its bytes stay until its last pin is released. Idempotent."""
+        if item.gone:
+            return
+        item.gone = True
+        del self._items[item.address]
+        self._expiring.discard(item)
+        self.local_index.remove(item.address)
+        if not item.pins:
+            self._free(item)
+        self._on_change(item.address, reason)
+
+    def remove_expired(self) -> None:
+        """Remove all items whose time to live is over."""
+        now = self._clock()
+        for item in list(self._expiring):
+            if item.expires_at is not None and item.expires_at <= now:
+                self.remove(item, GoneReason.EXPIRED)
+
+    def offer(self, address: QualifiedKey, header: TensorHeader) -> None:
+        """There will be a hand-off at `address` once there is room for it: see `published`. Its
+        generation is lower than the one it gets with room."""
+        generation, now = next(self._generations), self._clock()
+        offered = Item(address, header, 0, generation, "local", now, None, gone=True)
+        self._offers[address] = offered
+        self._on_change(address, "")
+
+    def retract(self, address: QualifiedKey) -> None:
+        """Idempotent."""
+        if self._offers.pop(address, None) is not None:
+            self._on_change(address, GoneReason.RETRACTED)
 
     def when_room(self, tell: Callable[[], None] | None) -> None:
-        """From now on call `tell` when bytes were freed or became evictable."""
-        self._on_room = tell
+        """From now on call `tell` when bytes were freed or became evictable. It is called in the
+        middle of that, so it only notes it."""
+        self._on_room = tell or _nothing
+
+    # -- bytes
 
     def fill(self, item: Item, source: Mapping | None, offset: int) -> int:
-        """Copy a reservation's bytes from `offset` in `source`; returns their checksum.
+        """Copy a reservation's bytes from `offset` in `source`; returns their checksum. Any thread.
 
         An item of 0 bytes needs no source, and has a checksum, too.
 
@@ -197,68 +340,101 @@ class Shelf:
             copy_bytes(self.arena.address + item.offset, source.address + offset, item.nbytes)
         return xxh3_64_intdigest(self.bytes_of(item))
 
-    def remove(self, item: Item, reason: str) -> None:
-        self._inventory.remove(item, reason)
-        self._report()
-
-    def remove_expired(self) -> None:
-        self._inventory.remove_expired()
-        self._report()
-
-    def remove_all(self, items: Iterable[Item], reason: str) -> None:
-        for item in items:
-            self._inventory.remove(item, reason)
-        self._report()
-
-    def items_of(self, namespace: str, *, fetched_only: bool = False) -> list[Item]:
-        """All complete items of a namespace; `fetched_only`: only those from other nodes."""
-        return [
-            item
-            for item in self._inventory.items()
-            if item.address[0] == namespace and not (fetched_only and item.origin == "local")
-        ]
-
-    def offer(self, address: QualifiedKey, header: TensorHeader) -> None:
-        """There will be an item at `address` once there is space for it: see `published`."""
-        self._offers[address] = self._inventory.offered(address, header)
-        self._on_change(address, "")
-
-    def retract(self, address: QualifiedKey) -> None:
-        """Idempotent."""
-        offered = self._offers.pop(address, None)
-        if offered is not None:
-            self._on_change(address, GoneReason.RETRACTED)
-
-    # -- inspect
-
-    def published(self, address: QualifiedKey) -> Item | None:
-        """What the store must have for `address`: the complete item, or else the offer, whose
-        checksum is 0."""
-        return self._inventory.peek(address) or self._offers.get(address)
-
-    def peek(self, address: QualifiedKey) -> Item | None:
-        """The complete item at `address`, without marking it as used."""
-        return self._inventory.peek(address)
-
-    def addresses(self) -> list[QualifiedKey]:
-        return [*(item.address for item in self._inventory.items()), *self._offers]
-
-    def gauges(self) -> Gauges:
-        return self._inventory.gauges()
+    def bytes_of(self, item: Item) -> memoryview:
+        """The item's bytes. The caller has reserved or pinned it. Any thread."""
+        return self.arena.view[item.offset : item.offset + item.nbytes]
 
     def close(self) -> None:
         self.arena.close()
         self.local_index.close()
 
-    def _report(self) -> None:
-        """Call back for the last changes."""
-        inventory = self._inventory
-        if inventory.anything_removed:
-            removed = inventory.take_removed()
-            for item, reason in removed:
-                self._on_change(item.address, reason)
-        on_room = self._on_room
-        if inventory.room_came:
-            inventory.room_came = False
-            if on_room is not None:
-                on_room()
+    # -- room
+
+    def _check_held(self, nbytes: int) -> None:
+        """Raise BufferFull if pins and reservations would exceed their share."""
+        held_bytes = self._pinned_bytes + self._reserved_bytes + self._wanted_bytes
+        # An item of 0 bytes always passes; otherwise its writer could be refused the pin at commit.
+        if nbytes and held_bytes and held_bytes + nbytes > self.arena.nbytes * HELD_FRACTION:
+            raise BufferFull(
+                f"{held_bytes} bytes are pinned or being written; {nbytes} more exceed a third of "
+                f"the arena of {self.arena.nbytes} bytes; release views or raise capacity_bytes"
+            )
+
+    def _place_handoff(
+        self, address: QualifiedKey, header: TensorHeader, ttl_seconds: float, *, wanted: bool
+    ) -> Item:
+        nbytes = self._allocator.rounded_bytes(header.nbytes)
+        share = self.arena.nbytes * HANDOFF_FRACTION
+        if nbytes > share:
+            raise TensorTooLarge(
+                f"a hand-off of {nbytes} bytes exceeds half of the arena of "
+                f"{self.arena.nbytes} bytes; raise capacity_bytes"
+            )
+        room = share - self._handoff_bytes
+        old = self._items.get(address)
+        if old is not None and not old.pins and room < nbytes <= room + old.handoff_bytes:
+            self.remove(old, "replaced")
+            room += old.handoff_bytes
+        if nbytes > room:
+            if not wanted:
+                raise BufferFull(
+                    f"hand-offs use {self._handoff_bytes} bytes; {nbytes} more exceed half of the "
+                    f"arena of {self.arena.nbytes} bytes; wait for takers or raise capacity_bytes"
+                )
+            self._check_held(nbytes)
+        item = self._place(address, header, "local", ttl_seconds)
+        if nbytes > room:
+            item.wanted_bytes = nbytes
+            self._wanted_bytes += nbytes
+        else:
+            item.handoff_bytes = nbytes
+            self._handoff_bytes += nbytes
+        return item
+
+    def _place(
+        self, address: QualifiedKey, header: TensorHeader, origin: str, ttl_seconds: float | None
+    ) -> Item:
+        offset = self._allocator.allocate(header.nbytes)
+        if offset is None:
+            offset = self._evict_for(header.nbytes)
+        now = self._clock()
+        expires_at = None if ttl_seconds is None else now + ttl_seconds
+        return Item(address, header, offset, next(self._generations), origin, now, expires_at)
+
+    def _evict_for(self, nbytes: int) -> int:
+        """Evict neighbours and allocate `nbytes`. Of all runs that suffice, the most recently used
+        item of this one was used least recently: see `Allocator.eviction_window`."""
+        by_use = self._by_use
+        ages = ((item.last_used, at) for at, item in by_use.items() if not item.pins)
+        window = self._allocator.eviction_window(nbytes, ages)
+        if window is None:
+            raise BufferFull(
+                f"no memory for {nbytes} bytes: everything that could be evicted is pinned or "
+                "being written; release views or raise capacity_bytes"
+            )
+        for at in window:
+            self.remove(by_use[at], GoneReason.EVICTED)
+        offset = self._allocator.allocate(nbytes)
+        assert offset is not None, "they made the room"
+        return offset
+
+    def _list(self, item: Item) -> None:
+        """Let readers find a complete item."""
+        if not item.is_handoff:
+            self._by_use[item.offset] = item
+        if item.expires_at is None:
+            self.local_index.add(item.address, item.header, item.offset)
+        else:
+            self._expiring.add(item)
+        self._on_change(item.address, "")
+
+    def _free(self, item: Item) -> None:
+        self._handoff_bytes -= item.handoff_bytes
+        self._wanted_bytes -= item.wanted_bytes
+        self._by_use.pop(item.offset, None)
+        self._allocator.free(item.offset)
+        self._on_room()
+
+
+def _nothing() -> None:
+    """Nobody waits for room."""

@@ -342,9 +342,9 @@ class Fetcher:
         except BaseException:
             self.shelf.abandon(item)
             raise
-        ticket = self.shelf.commit(item, header.checksum, FETCH_OWNER)
+        held = self.shelf.commit(item, header.checksum, FETCH_OWNER)
         self.counters.add("bytes_fetched", item.nbytes)
-        return Fetched(Held(ticket, item))
+        return Fetched(held)
 
     async def _header(self, link: FramedSocket) -> Frame:
         deadline = self.loop.time() + PEER_ANSWER_SECONDS
@@ -416,10 +416,10 @@ class Fetcher:
         return header
 
     def _reserve(self, address: QualifiedKey, header: PayloadHeader, node: str, loan: bool) -> Item:
-        if loan:
-            return self.shelf.reserve_loan(address, header.tensor, origin=node)
         ttl_seconds = None if header.ttl_ms is None else header.ttl_ms / 1000
-        item = self.shelf.reserve(address, header.tensor, origin=node, ttl_seconds=ttl_seconds)
+        item = self.shelf.reserve(
+            address, header.tensor, origin=node, ttl_seconds=ttl_seconds, loan=loan
+        )
         if item is None:
             raise BufferFull("a client of this node is writing this key")
         return item

@@ -64,7 +64,7 @@ def entries_for(capacity_bytes: int) -> int:
 
 
 class LocalIndex:
-    """The local index, for the node that writes it. The caller holds the arena's lock."""
+    """The local index, for the node that writes it. One thread."""
 
     def __init__(self, capacity_bytes: int) -> None:
         entries = entries_for(capacity_bytes)

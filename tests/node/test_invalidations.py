@@ -135,7 +135,7 @@ class Part:
         header = TensorHeader("uint8", (4,), 4)
         item = self.shelf.reserve(("ns", key), header, origin=origin, ttl_seconds=None)
         assert item is not None
-        self.shelf.release([self.shelf.commit(item, 7, 1)], 1)
+        self.shelf.release([self.shelf.commit(item, 7, 1).ticket], 1)
 
     def heed(self, seconds_later: float = 0.0) -> list[str]:
         """The keys that went."""

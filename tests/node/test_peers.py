@@ -51,7 +51,7 @@ class Bench:
         header = TensorHeader.for_tensor("uint8", (nbytes,))
         item = self.shelf.reserve((NAMESPACE, key), header, origin="local", ttl_seconds=None)
         assert item is not None
-        self.shelf.release([self.shelf.commit(item, 0, owner=1)], 1)
+        self.shelf.release([self.shelf.commit(item, 0, owner=1).ticket], 1)
         return item.generation
 
     async def reader(self) -> FramedSocket:

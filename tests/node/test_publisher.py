@@ -69,7 +69,7 @@ class Bench:
     def insert(self, key: str, header: TensorHeader = HEADER, token: str | None = None) -> None:
         item = self.shelf.reserve((self.namespace, key), header, origin="local", ttl_seconds=None)
         assert item is not None
-        self.shelf.release([self.shelf.commit(item, 7, 1)], 1)
+        self.shelf.release([self.shelf.commit(item, 7, 1).ticket], 1)
         self.dirty.add(Change((self.namespace, key), "", token))
 
     def write(self) -> set[str]:
@@ -130,7 +130,7 @@ def test_a_rewrite_of_what_is_gone_meanwhile_keeps_the_reason(bench: Bench) -> N
     bench.write()
     item = bench.shelf.published(address)
     assert item is not None
-    bench.shelf.remove_all([item], "evicted")
+    bench.shelf.remove(item, "evicted")
     bench.dirty.add(Change(address, "evicted"))
     bench.write()
     assert bench.store.gone(*address) == "evicted"
@@ -326,7 +326,7 @@ def test_a_hand_off_that_another_node_has_is_reported_until_that_is_void(bench: 
     record = Record(*address, "uint8", (4,), 4, "tensor", 1.0)
     bench.store.publish(record, theirs)
     item = bench.shelf.reserve_handoff(address, header, ttl_seconds=300.0, wanted=False)
-    bench.shelf.release([bench.shelf.commit(item, 7, 1)], 1)
+    bench.shelf.release([bench.shelf.commit(item, 7, 1).ticket], 1)
     bench.dirty.add(Change(address, ""))
     bench.write()
     assert bench.reports == [(address, item.generation, Publication.OWNED)]
@@ -351,7 +351,7 @@ def test_hand_offs_may_change_their_shape_and_are_withdrawn_soon(
     for nbytes in (10, 20):  # another tensor than the generation before it
         header = TensorHeader("uint8", (nbytes,), nbytes)
         item = bench.shelf.reserve_handoff(address, header, ttl_seconds=300.0, wanted=False)
-        bench.shelf.release([bench.shelf.commit(item, 7, 1)], 1)
+        bench.shelf.release([bench.shelf.commit(item, 7, 1).ticket], 1)
         bench.dirty.add(Change(address, ""))
         bench.write()
         (record,) = bench.store.locate(bench.namespace, [key])

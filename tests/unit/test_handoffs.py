@@ -36,9 +36,9 @@ class Owner:
         item = self.shelf.reserve_handoff(
             NAME, header, ttl_seconds=ttl_seconds, wanted=self.handoffs.wanted(NAME)
         )
-        ticket = self.shelf.commit(item, 1, WRITER)
+        pin = self.shelf.commit(item, 1, WRITER)
         self.handoffs.arrived(NAME)
-        self.shelf.release([ticket], WRITER)
+        self.shelf.release([pin.ticket], WRITER)
         return item.generation
 
     def is_there(self) -> bool:

@@ -242,9 +242,9 @@ class HandoffMachine(RuleBasedStateMachine):
         assert expires_at is not None
         entry.value, entry.token = Value(number, item.nbytes, expires_at), None
         self.landing = item.address[1]
-        ticket = self.shelf.commit(item, number, WRITER)
+        pin = self.shelf.commit(item, number, WRITER)
         self.landing = None
-        self.shelf.release([ticket], WRITER)
+        self.shelf.release([pin.ticket], WRITER)
 
     @rule(connection=st.sampled_from(["p", "q"]))
     def a_producer_dies(self, connection: str) -> None:
@@ -292,16 +292,15 @@ class HandoffMachine(RuleBasedStateMachine):
         self.shelf.remove_expired()
         gauges = self.shelf.gauges()
         assert (gauges.handoff_bytes, gauges.used_bytes, gauges.pins, gauges.items) == (0, 0, 0, 0)
-        assert self.shelf._inventory._shares.wanted_bytes == 0
+        assert self.shelf._wanted_bytes == 0
 
     # -- always
 
     @invariant()
     def the_share_is_kept(self) -> None:
-        shares = self.shelf._inventory._shares
-        assert 0 <= shares.handoff_bytes <= CAPACITY / 2
-        assert shares.wanted_bytes >= 0
-        assert shares.pinned_bytes == shares.reserved_bytes == 0
+        assert 0 <= self.shelf._handoff_bytes <= CAPACITY / 2
+        assert self.shelf._wanted_bytes >= 0
+        assert self.shelf._pinned_bytes == self.shelf._reserved_bytes == 0
         values = [entry.value for entry in self.entries.values() if entry.value is not None]
         assert self.shelf.gauges().handoff_bytes >= sum(value.nbytes for value in values)
 
@@ -316,10 +315,9 @@ class HandoffMachine(RuleBasedStateMachine):
                 assert self.shelf.gauges().used_bytes, "a writer waits before an empty arena"
             if entry.line and self.is_offered(key):
                 # Both wait for the same: only for hand-offs that were admitted before.
-                shares = self.shelf._inventory._shares
-                gap = self.shelf._inventory._room._allocator.largest_free_bytes
+                gap = self.shelf._allocator.largest_free_bytes
                 smallest = min(one.arrival.header.nbytes for one in entry.offered)
-                assert entry.token is not None or shares.wanted_bytes or gap < smallest
+                assert entry.token is not None or self.shelf._wanted_bytes or gap < smallest
 
     def teardown(self) -> None:
         self.shelf.close()

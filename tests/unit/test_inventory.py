@@ -1,5 +1,7 @@
-"""The inventory against a model: bytes are charged once and released once."""
+"""What the arena holds against a model: bytes are charged once and released once."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,8 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hypothesis_profiles import examples
 from lookup_buffer.errors import BufferFull, TensorTooLarge
-from lookup_buffer.node.inventory import Inventory, Item
+from lookup_buffer.node.inventory import Item
+from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.shm.index import IS_ORDERED, LocalIndexReader, digest_of
 
 CAPACITY = 10_000
 NAMES = [f"k{number}" for number in range(8)]
@@ -37,11 +41,16 @@ class ModelItem:
         return max(1, -(-self.item.nbytes // 64)) * 64
 
 
-class InventoryMachine(RuleBasedStateMachine):
+class ShelfMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 100.0
-        self.inventory = Inventory(CAPACITY, lambda: self.now)
+        self.changes: list[tuple[str, str]] = []
+        """What `on_change` was called with, since it was last checked: key and reason."""
+        self.shelf = Shelf(
+            CAPACITY, lambda address, why: self.changes.append((address[1], why)), lambda: self.now
+        )
+        self.reader = LocalIndexReader(self.shelf.local_index.fd)
         self.found: dict[str, ModelItem] = {}
         self.lingering: list[ModelItem] = []  # gone, but pinned
         self.generation = 0
@@ -55,16 +64,17 @@ class InventoryMachine(RuleBasedStateMachine):
 
     def note_removed(self) -> dict[str, str]:
         removed = {}
-        for item, reason in self.inventory.take_removed():
-            name = item.address[1]
+        changes, self.changes = self.changes, []
+        for name, reason in changes:
             model = self.found.pop(name)
-            assert model.item is item
+            assert model.item.gone
             assert model.ready, "a reservation was taken away from its writer"
+            assert reason, "nothing appeared"
             if reason == "evicted":
                 assert not model.pins, "a pinned item was evicted"
             if reason == "expired":
-                assert item.expires_at is not None
-                assert item.expires_at <= self.now
+                assert model.item.expires_at is not None
+                assert model.item.expires_at <= self.now
             model.gone = True
             if model.pins:
                 self.lingering.append(model)
@@ -77,24 +87,29 @@ class InventoryMachine(RuleBasedStateMachine):
         ttl=st.sampled_from([None, None, 3.0, 20.0]),
     )
     def reserve(self, name: str, nbytes: int, ttl: float | None) -> None:
-        if name in self.found:
-            assert self.inventory.holds(address_of(name))
-            return
         held = self.held_bytes()
         try:
-            item = self.inventory.reserve(
+            item = self.shelf.reserve(
                 address_of(name), header_of(nbytes), origin="local", ttl_seconds=ttl
             )
         except TensorTooLarge:
             assert nbytes > CAPACITY - CAPACITY % 64
+            self.note_removed()
+            assert name not in self.found
             return
         except BufferFull:
             busy = any(model.pins or not model.ready for model in self.everything())
             assert busy, "an arena without pins and writers takes whatever fits into it"
             self.note_removed()
+            assert name not in self.found
             return
-        assert nbytes == 0 or held == 0 or held + nbytes <= CAPACITY / 3
         self.note_removed()
+        if item is None:
+            expires_at = self.found[name].item.expires_at
+            assert not self.found[name].ready or expires_at is None or expires_at > self.now
+            return
+        assert name not in self.found, "its address is in use"
+        assert nbytes == 0 or held == 0 or held + nbytes <= CAPACITY / 3
         assert item.generation > self.generation
         self.generation = item.generation
         self.found[name] = ModelItem(item)
@@ -104,25 +119,33 @@ class InventoryMachine(RuleBasedStateMachine):
         model = self.found.get(name)
         if model is None or model.ready:
             return
-        assert self.inventory.find(address_of(name)) is None, "seen before it is complete"
-        self.inventory.commit(model.item, checksum=7)
+        address = address_of(name)
+        assert self.shelf.touch(address) is self.shelf.peek(address) is None, "it is not complete"
+        pin = self.shelf.commit(model.item, 7, 1)  # the writer's own pin is never refused
         model.ready = True
-        if pinned:  # the writer's own pin is never refused
-            model.pins[self.inventory.pin(model.item, 1)] = (1, None)
+        assert pin.item is model.item
+        assert pin.ticket not in self.tickets_given
+        self.tickets_given.add(pin.ticket)
+        model.pins[pin.ticket] = (1, None)
+        assert self.changes == [(name, "")]
+        self.changes.clear()
+        if not pinned:
+            self.shelf.release([pin.ticket], 1)
+            self.drop(pin.ticket, 1)
 
     @rule(name=st.sampled_from(NAMES))
     def abandon(self, name: str) -> None:
         model = self.found.get(name)
         if model is not None and not model.ready:
-            self.inventory.abandon(model.item)
+            self.shelf.abandon(model.item)
             del self.found[name]
 
     @rule(name=st.sampled_from(NAMES), reason=st.sampled_from(["checksum", "dropped"]))
     def remove(self, name: str, reason: str) -> None:
         model = self.found.get(name)
         if model is not None and model.ready:
-            self.inventory.remove(model.item, reason)
-            self.inventory.remove(model.item, reason)  # idempotent
+            self.shelf.remove(model.item, reason)
+            self.shelf.remove(model.item, reason)  # idempotent
             assert self.note_removed() == {name: reason}
 
     @rule(
@@ -132,7 +155,7 @@ class InventoryMachine(RuleBasedStateMachine):
     )
     def pin(self, name: str, owner: int, ranks: set[int] | None) -> None:
         model = self.found.get(name)
-        item = self.inventory.find(address_of(name))
+        item = self.shelf.touch(address_of(name))
         expired = self.note_removed()
         if model is None or not model.ready or name in expired:
             assert item is None
@@ -140,26 +163,26 @@ class InventoryMachine(RuleBasedStateMachine):
         assert item is model.item
         held = self.held_bytes()
         try:
-            ticket = self.inventory.pin(item, owner, ranks)
+            pin = self.shelf.pin(item, owner, ranks)
         except BufferFull:
             assert not model.pins
             assert held
             assert held + item.nbytes > CAPACITY / 3
             return
-        assert ticket not in self.tickets_given
-        self.tickets_given.add(ticket)
-        model.pins[ticket] = (owner, None if ranks is None else set(ranks))
+        assert pin.ticket not in self.tickets_given
+        self.tickets_given.add(pin.ticket)
+        model.pins[pin.ticket] = (owner, None if ranks is None else set(ranks))
 
     @rule(data=st.data(), owner=st.sampled_from(OWNERS))
-    def unpin(self, data: st.DataObject, owner: int) -> None:
+    def release(self, data: st.DataObject, owner: int) -> None:
         ticket = data.draw(st.sampled_from([*sorted(self.tickets_given), 999_999]))
-        self.inventory.unpin(ticket, owner)
+        self.shelf.release([ticket], owner)
         self.drop(ticket, owner)
 
     @rule(data=st.data(), rank=st.integers(0, 3))
     def done(self, data: st.DataObject, rank: int) -> None:
         ticket = data.draw(st.sampled_from([*sorted(self.tickets_given), 999_999]))
-        self.inventory.done(ticket, rank)
+        self.shelf.done([ticket], rank)
         for model in self.everything():
             owner, ranks = model.pins.get(ticket, (0, None))
             if ranks is not None:
@@ -175,10 +198,12 @@ class InventoryMachine(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(OWNERS))
     def end_of_session(self, owner: int) -> None:
-        for ticket in self.inventory.pins_of(owner):
-            self.inventory.unpin(ticket, owner)
+        pins = [(t, o) for m in self.everything() for t, (o, _) in m.pins.items() if o == owner]
+        assert self.shelf.holds_pins(owner) == bool(pins)
+        self.shelf.release_all(owner)
+        for ticket, _ in pins:
             self.drop(ticket, owner)
-        assert not any(o == owner for m in self.everything() for o, _ in m.pins.values())
+        assert not self.shelf.holds_pins(owner)
 
     @rule(seconds=st.floats(0.1, 10.0))
     def time_passes(self, seconds: float) -> None:
@@ -186,7 +211,7 @@ class InventoryMachine(RuleBasedStateMachine):
 
     @rule()
     def sweep(self) -> None:
-        self.inventory.remove_expired()
+        self.shelf.remove_expired()
         self.note_removed()
         for model in self.found.values():
             expires_at = model.item.expires_at
@@ -200,14 +225,14 @@ class InventoryMachine(RuleBasedStateMachine):
         for name in list(self.found):
             self.abandon(name)
             self.remove(name, "dropped")
-        gauges = self.inventory.gauges()
+        gauges = self.shelf.gauges()
         left = (gauges.items, gauges.used_bytes, gauges.pinned_bytes, gauges.reserved_bytes)
         assert (*left, gauges.pins) == (0, 0, 0, 0, 0)
 
     @invariant()
     def gauges_are_what_the_model_says(self) -> None:
         models = self.everything()
-        gauges = self.inventory.gauges()
+        gauges = self.shelf.gauges()
         assert gauges.items == len(self.found)
         assert gauges.used_bytes == sum(m.charged_bytes for m in models)
         assert gauges.reserved_bytes == sum(m.item.nbytes for m in models if not m.ready)
@@ -223,119 +248,209 @@ class InventoryMachine(RuleBasedStateMachine):
             end = offset + nbytes
         assert end <= CAPACITY
 
+    @invariant()
+    def the_local_index_lists_what_is_found(self) -> None:
+        for name in NAMES if IS_ORDERED else ():
+            entry, model = self.reader.find(digest_of(*address_of(name))), self.found.get(name)
+            if model is not None and model.ready and model.item.expires_at is None:
+                assert entry is not None
+                assert entry.offset == model.item.offset
+            else:
+                assert entry is None
 
-TestInventory = InventoryMachine.TestCase
-TestInventory.settings = settings(max_examples=examples(120), stateful_step_count=40)
+    def teardown(self) -> None:
+        self.reader.close()
+        self.shelf.close()
 
 
-def filled(inventory: Inventory, name: str, nbytes: int) -> Item:
-    item = inventory.reserve(address_of(name), header_of(nbytes), origin="local", ttl_seconds=None)
-    inventory.commit(item, 0)
-    return item
+TestShelf = ShelfMachine.TestCase
+TestShelf.settings = settings(max_examples=examples(120), stateful_step_count=40)
+
+
+class Bench:
+    """A shelf, its clock and what it reported: keys and reasons of what was removed."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.now = 0.0
+        self.removed: list[tuple[str, str]] = []
+        self.shelf = Shelf(capacity_bytes, self.on_change, lambda: self.now)
+
+    def on_change(self, address: tuple[str, str], reason: str) -> None:
+        if reason:
+            self.removed.append((address[1], reason))
+
+    def reserve(self, name: str, nbytes: int, *, loan: bool = False) -> Item:
+        item = self.shelf.reserve(
+            address_of(name), header_of(nbytes), origin="x", ttl_seconds=None, loan=loan
+        )
+        assert item is not None
+        return item
+
+    def settle(self, item: Item) -> Item:
+        """Commit it, without a pin."""
+        self.shelf.release([self.shelf.commit(item, 0, 1).ticket], 1)
+        return item
+
+    def fill(self, name: str, nbytes: int) -> Item:
+        return self.settle(self.reserve(name, nbytes))
+
+    def hand_off(self, name: str, nbytes: int, *, wanted: bool = False) -> Item:
+        return self.settle(
+            self.shelf.reserve_handoff(
+                address_of(name), header_of(nbytes), ttl_seconds=300.0, wanted=wanted
+            )
+        )
+
+
+@contextmanager
+def bench_of(capacity_bytes: int = CAPACITY) -> Iterator[Bench]:
+    bench = Bench(capacity_bytes)
+    yield bench
+    bench.shelf.close()
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    clock = [0.0]
-    inventory = Inventory(4 * 64, lambda: clock[0])
-    for number in range(4):
-        clock[0] = float(number)
-        filled(inventory, str(number), 64)
-    clock[0] = 10.0
-    assert inventory.find(address_of("0")) is not None
-    filled(inventory, "new", 64)
-    assert [(i.address[1], why) for i, why in inventory.take_removed()] == [("1", "evicted")]
+    with bench_of(4 * 64) as bench:
+        for number in range(4):
+            bench.now = float(number)
+            bench.fill(str(number), 64)
+        bench.now = 10.0
+        assert bench.shelf.touch(address_of("0")) is not None
+        bench.fill("new", 64)
+        assert bench.removed == [("1", "evicted")]
 
 
 def test_a_look_up_without_a_touch_does_not_keep_an_item() -> None:
-    clock = [0.0]
-    inventory = Inventory(2 * 64, lambda: clock[0])
-    for number in range(2):
-        clock[0] = float(number)
-        filled(inventory, str(number), 64)
-    clock[0] = 10.0
-    assert inventory.peek(address_of("0")) is not None
-    filled(inventory, "new", 64)
-    assert [item.address[1] for item, _ in inventory.take_removed()] == ["0"]
+    with bench_of(2 * 64) as bench:
+        for number in range(2):
+            bench.now = float(number)
+            bench.fill(str(number), 64)
+        bench.now = 10.0
+        assert bench.shelf.peek(address_of("0")) is not None
+        bench.fill("new", 64)
+        assert bench.removed == [("0", "evicted")]
 
 
 def test_larger_than_the_arena_never_fits_even_by_rounding() -> None:
-    inventory = Inventory(1000, lambda: 0.0)
-    with pytest.raises(TensorTooLarge):
-        filled(inventory, "a", 1001)
-    with pytest.raises(TensorTooLarge):
-        filled(inventory, "a", 1000)  # 1024 bytes of blocks in an arena of 960
-    filled(inventory, "a", 960)
+    with bench_of(1000) as bench:
+        with pytest.raises(TensorTooLarge):
+            bench.fill("a", 1001)
+        with pytest.raises(TensorTooLarge):
+            bench.fill("a", 1000)  # 1024 bytes of blocks in an arena of 960
+        bench.fill("a", 960)
 
 
 def test_a_none_passes_beside_a_large_write() -> None:
-    inventory = Inventory(CAPACITY, lambda: 0.0)
-    none = inventory.reserve(address_of("a"), header_of(0), origin="x", ttl_seconds=None)
-    inventory.reserve(address_of("b"), header_of(CAPACITY // 2), origin="x", ttl_seconds=None)
-    inventory.commit(none, 0)
-    inventory.pin(none, 1)
+    with bench_of() as bench:
+        none = bench.reserve("a", 0)
+        bench.reserve("b", CAPACITY // 2)
+        bench.shelf.commit(none, 0, 1)
 
 
 def test_the_ranks_of_a_ticket_report_in_any_order_and_count_once() -> None:
-    inventory = Inventory(CAPACITY, lambda: 0.0)
-    ticket = inventory.pin(filled(inventory, "a", 64), owner=1, ranks=range(2))
-    for rank in (1, 1, 5):
-        inventory.done(ticket, rank)
-        assert inventory.gauges().pins == 1
-    inventory.done(ticket, 0)
-    assert inventory.gauges().pins == 0
-    inventory.done(ticket, 0)
+    with bench_of() as bench:
+        ticket = bench.shelf.pin(bench.fill("a", 64), owner=1, ranks=range(2)).ticket
+        for rank in (1, 1, 5):
+            bench.shelf.done([ticket], rank)
+            assert bench.shelf.gauges().pins == 1
+        bench.shelf.done([ticket], 0)
+        assert bench.shelf.gauges().pins == 0
+        bench.shelf.done([ticket], 0)
 
 
-def handed_off(inventory: Inventory, name: str, nbytes: int) -> Item:
-    item = inventory.reserve_handoff(
-        address_of(name), header_of(nbytes), ttl_seconds=300.0, wanted=False
-    )
-    inventory.commit(item, 0)
-    return item
+def test_who_waits_for_room_is_told_when_bytes_are_freed_or_may_be_evicted() -> None:
+    with bench_of() as bench:
+        told: list[int] = []
+        bench.shelf.when_room(lambda: told.append(1))
+        pins = [bench.shelf.commit(bench.reserve("a", 64), 0, 1)]
+        pins.append(bench.shelf.pin(pins[0].item, 2))
+        bench.shelf.release([pins[0].ticket], 1)
+        assert not told, "it is still pinned"
+        bench.shelf.release([pins[1].ticket], 2)
+        assert len(told) == 1
+        bench.shelf.remove(pins[0].item, "dropped")
+        bench.shelf.abandon(bench.reserve("b", 64))
+        assert len(told) == 3
+        bench.shelf.when_room(None)
+        bench.shelf.abandon(bench.reserve("b", 64))
+        assert len(told) == 3
 
 
 def test_hand_offs_are_never_evicted_and_their_pins_cost_nothing() -> None:
-    inventory = Inventory(CAPACITY, lambda: 0.0)
-    items = [handed_off(inventory, str(number), 600) for number in range(7)]
-    with pytest.raises(BufferFull, match="half"):
-        handed_off(inventory, "more", 600)
-    for item in items:
-        inventory.pin(item, 1)
-    for number in range(20):
-        filled(inventory, f"shared{number}", 1000)
-    assert all(inventory.find(item.address) is item for item in items)
-    gauges = inventory.gauges()
-    assert (gauges.pinned_bytes, gauges.reserved_bytes) == (0, 0)
-    assert gauges.handoff_bytes == 7 * 640
-    with pytest.raises(TensorTooLarge, match="half"):
-        handed_off(inventory, "large", CAPACITY // 2 + 1)
+    with bench_of() as bench:
+        items = [bench.hand_off(str(number), 600) for number in range(7)]
+        with pytest.raises(BufferFull, match="half"):
+            bench.hand_off("more", 600)
+        for item in items:
+            bench.shelf.pin(item, 1)
+        for number in range(20):
+            bench.fill(f"shared{number}", 1000)
+        assert all(bench.shelf.touch(item.address) is item for item in items)
+        gauges = bench.shelf.gauges()
+        assert (gauges.pinned_bytes, gauges.reserved_bytes) == (0, 0)
+        assert gauges.handoff_bytes == 7 * 640
+        with pytest.raises(TensorTooLarge, match="half"):
+            bench.hand_off("large", CAPACITY // 2 + 1)
 
 
 def test_a_replaced_hand_off_is_charged_until_its_last_reader_has_it() -> None:
-    inventory = Inventory(CAPACITY, lambda: 0.0)
-    old = handed_off(inventory, "a", 640)
-    ticket = inventory.pin(old, 1)
-    new = handed_off(inventory, "a", 1280)
-    assert new.generation > old.generation
-    assert inventory.find(address_of("a")) is new
-    assert inventory.gauges().handoff_bytes == 640 + 1280
-    inventory.unpin(ticket, 1)
-    assert inventory.gauges().handoff_bytes == 1280
+    with bench_of() as bench:
+        old = bench.hand_off("a", 640)
+        pin = bench.shelf.pin(old, 1)
+        new = bench.hand_off("a", 1280)
+        assert new.generation > old.generation
+        assert bench.shelf.touch(address_of("a")) is new
+        assert bench.removed == [("a", "replaced")]
+        assert bench.shelf.gauges().handoff_bytes == 640 + 1280
+        bench.shelf.release([pin.ticket], 1)
+        assert bench.shelf.gauges().handoff_bytes == 1280
+
+
+def test_an_unpinned_hand_off_makes_room_for_its_next_generation() -> None:
+    with bench_of() as bench:
+        bench.hand_off("a", 3200)
+        new = bench.hand_off("a", 3200)
+        assert bench.removed == [("a", "replaced")]
+        assert bench.shelf.gauges().handoff_bytes == 3200
+        bench.shelf.pin(new, 1)
+        with pytest.raises(BufferFull, match="half"):
+            bench.hand_off("a", 3200)
+
+
+def test_a_hand_off_beyond_the_share_is_kept_if_its_removal_would_not_make_room() -> None:
+    with bench_of() as bench:
+        bench.hand_off("full", 4800)
+        beyond = bench.hand_off("a", 640, wanted=True)
+        assert bench.shelf.gauges().handoff_bytes == 4800 + 640
+        with pytest.raises(BufferFull, match="half"):
+            bench.hand_off("a", 640)
+        assert bench.shelf.touch(address_of("a")) is beyond
+        assert bench.removed == []
+
+
+def test_expired_hand_offs_make_room() -> None:
+    with bench_of() as bench:
+        bench.hand_off("old", 4800)
+        bench.now = 300.0
+        bench.hand_off("new", 4800)
+        assert bench.removed == [("old", "expired")]
 
 
 def test_a_loan_is_never_found_and_goes_with_its_last_pin() -> None:
-    inventory = Inventory(CAPACITY, lambda: 0.0)
-    mine = handed_off(inventory, "a", 64)
-    loan = inventory.reserve_loan(address_of("a"), header_of(1000), origin="another")
-    assert inventory.gauges().reserved_bytes == 1000
-    inventory.commit(loan, 5)
-    tickets = [inventory.pin(loan, 1), inventory.pin(loan, 2)]
-    assert inventory.find(address_of("a")) is mine
-    assert inventory.items() == [mine]
-    assert inventory.gauges().pinned_bytes == 1000
-    for owner, ticket in zip((1, 2), tickets, strict=True):
-        inventory.unpin(ticket, owner)
-    assert inventory.gauges().used_bytes == 64
-    inventory.abandon(inventory.reserve_loan(address_of("b"), header_of(10), origin="another"))
-    gauges = inventory.gauges()
-    assert (gauges.used_bytes, gauges.reserved_bytes, gauges.items) == (64, 0, 1)
+    with bench_of() as bench:
+        shelf = bench.shelf
+        mine = bench.hand_off("a", 64)
+        loan = bench.reserve("a", 1000, loan=True)
+        assert shelf.gauges().reserved_bytes == 1000
+        pins = [shelf.commit(loan, 5, 1), shelf.pin(loan, 2)]
+        assert shelf.touch(address_of("a")) is mine
+        assert shelf.addresses() == [mine.address]
+        assert shelf.items_of(mine.address[0]) == [mine]
+        assert shelf.gauges().pinned_bytes == 1000
+        for pin in pins:
+            shelf.release([pin.ticket], pin.owner)
+        assert shelf.gauges().used_bytes == 64
+        shelf.abandon(bench.reserve("b", 10, loan=True))
+        gauges = shelf.gauges()
+        assert (gauges.used_bytes, gauges.reserved_bytes, gauges.items) == (64, 0, 1)
+        assert bench.removed == []

@@ -87,14 +87,12 @@ class Transfers:
             one.done(Fetched(None, self.reason))
         else:
             item = reserve(self.shelf, one.address, loan=one.loan)
-            one.done(Fetched(Held(self.shelf.commit(item, 1, FETCH_OWNER), item)))
+            one.done(Fetched(self.shelf.commit(item, 1, FETCH_OWNER)))
 
 
 def reserve(shelf: Shelf, address: QualifiedKey, *, loan: bool = False) -> Any:
     header = TensorHeader("uint8", (NBYTES,), NBYTES)
-    if loan:
-        return shelf.reserve_loan(address, header, origin="node")
-    return shelf.reserve(address, header, origin="node", ttl_seconds=None)
+    return shelf.reserve(address, header, origin="node", ttl_seconds=None, loan=loan)
 
 
 class Node:
@@ -120,10 +118,10 @@ class Node:
 
     def insert(self, address: QualifiedKey) -> None:
         """As `Inserts`: the item is pinned while its readers are told."""
-        ticket = self.shelf.commit(reserve(self.shelf, address), 1, LOCAL)
+        pin = self.shelf.commit(reserve(self.shelf, address), 1, LOCAL)
         self.reads.arrived(address)
         self.waiting.arrived(address)
-        self.shelf.release([ticket], LOCAL)
+        self.shelf.release([pin.ticket], LOCAL)
 
     async def rest(self) -> None:
         """What no request awaits comes to its end. Then nothing is held."""
@@ -292,7 +290,8 @@ def test_a_read_that_is_cancelled_at_any_wait_leaves_nothing(
 
         async def check() -> None:
             await node.rest()
-            node.shelf.remove_all(node.shelf.items_of(NAMESPACE), "test")
+            for item in node.shelf.items_of(NAMESPACE):
+                node.shelf.remove(item, "test")
 
         waits = await cancel_at_each_wait(read, check)
         assert waits >= (2 if found is nowhere and wait_seconds else 1)

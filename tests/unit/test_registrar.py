@@ -82,7 +82,7 @@ def insert(shelf: Shelf, key: str) -> None:
     header = TensorHeader("uint8", (4,), 4)
     item = shelf.reserve((NAMESPACE, key), header, origin="local", ttl_seconds=None)
     assert item is not None
-    shelf.release([shelf.commit(item, 7, 1)], 1)
+    shelf.release([shelf.commit(item, 7, 1).ticket], 1)
 
 
 def held(store: BlockingStore, *keys: str) -> list[bool]:

@@ -270,8 +270,8 @@ def test_what_is_located_in_time_counts_though_its_timer_is_due() -> None:
             return [None] * len(keys)
 
     class Nothing:
-        def holds_each(self, addresses: Sequence[QualifiedKey]) -> list[bool]:
-            return [False] * len(addresses)
+        def holds(self, address: QualifiedKey) -> bool:
+            return False
 
     none: Any = None
     slow: Any = Slow()

@@ -18,7 +18,7 @@ from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.locate import Located, Waiting
 from lookup_buffer.node.owners import UNREACHED, Answer
 from lookup_buffer.node.session import Session
-from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.takes import Taken, Takes
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Wanted
 from lookup_buffer.protocol.header import TensorHeader
@@ -46,9 +46,9 @@ class Node:
 
     def insert(self) -> None:
         item = self.shelf.reserve_handoff(ADDRESS, HEADER, ttl_seconds=1e6, wanted=False)
-        ticket = self.shelf.commit(item, 1, WRITER)
+        pin = self.shelf.commit(item, 1, WRITER)
         self.handoffs.arrived(ADDRESS)
-        self.shelf.release([ticket], WRITER)
+        self.shelf.release([pin.ticket], WRITER)
 
     def at_rest(self, *, holds: bool) -> None:
         gauges = self.shelf.gauges()
@@ -164,8 +164,10 @@ class Pair:
             self.loop.call_later(5 * ONE_WAY_SECONDS, self._land, one)
 
     def _land(self, one: Wanted) -> None:
-        item = self.here.shelf.reserve_loan(ADDRESS, HEADER, origin="owner")
-        one.done(Fetched(Held(self.here.shelf.commit(item, 1, FETCH_OWNER), item)))
+        shelf = self.here.shelf
+        item = shelf.reserve(ADDRESS, HEADER, origin="owner", ttl_seconds=None, loan=True)
+        assert item is not None
+        one.done(Fetched(shelf.commit(item, 1, FETCH_OWNER)))
 
     # The test's part.
 
