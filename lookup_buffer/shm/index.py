@@ -46,6 +46,88 @@ def digest_of(namespace: str, key: str) -> bytes:
     return hashlib.blake2b(f"{namespace} {key}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
+class _Table:
+    """A digest table in mapped memory, as both sides see it."""
+
+    def __init__(self, memory: Mapping, entry_bytes: int) -> None:
+        self._memory = memory
+        self._view = memory.view
+        self._words = memory.view.cast("Q")
+        self._entry_bytes = entry_bytes
+        self._entry_words = entry_bytes // WORD_BYTES
+        self._bucket_bytes = BUCKET_ENTRIES * entry_bytes
+        self._bucket_words = BUCKET_ENTRIES * self._entry_words
+        self._buckets = (memory.nbytes - HEADER_BYTES) // self._bucket_bytes
+
+    def _find(self, digest: bytes) -> tuple[int, int] | None:
+        """(position, sequence) of the entry of `digest`, None if there is none."""
+        # By the first words of the digests: a third of the time of a search for whole digests.
+        tag = int.from_bytes(digest[:WORD_BYTES], "little")
+        start = self._bucket_of(tag)
+        word = start // WORD_BYTES
+        tags = self._words[word + 1 : word + self._bucket_words : self._entry_words].tolist()
+        if tag not in tags:
+            return None
+        for index, other in enumerate(tags):
+            if other == tag:
+                found = self._read(start + index * self._entry_bytes, digest)
+                if found is not None:
+                    return found
+        return None
+
+    def _read(self, position: int, digest: bytes) -> tuple[int, int] | None:
+        sequence = self._words[position // WORD_BYTES]
+        if sequence == 0:
+            return None
+        listed = self._view[position + WORD_BYTES : position + WORD_BYTES + DIGEST_BYTES]
+        is_valid = listed == digest and self._words[position // WORD_BYTES] == sequence
+        return (position, sequence) if is_valid else None
+
+    def _bucket_of(self, tag: int) -> int:
+        return HEADER_BYTES + tag % self._buckets * self._bucket_bytes
+
+    def close(self) -> None:
+        self._words.release()
+        self._memory.close()
+
+
+class _WrittenTable(_Table):
+    """A digest table, for the node that writes it. One thread."""
+
+    def __init__(self, name: str, entries: int, entry: struct.Struct) -> None:
+        memory = SealedMemory(name, HEADER_BYTES + entries * entry.size)
+        super().__init__(memory, entry.size)
+        self.fd: Final = memory.fd
+        self._entry = entry
+        self._sequence = 0
+        """The last sequence number in use."""
+
+    def _oldest(self, digest: bytes) -> tuple[int, int]:
+        """(position, sequence) of the empty or oldest entry that a new one of `digest` may
+        replace."""
+        start = self._bucket_of(int.from_bytes(digest[:WORD_BYTES], "little"))
+        positions = range(start, start + self._bucket_bytes, self._entry_bytes)
+        return min((self._words[at // WORD_BYTES], at) for at in positions)[::-1]
+
+    def _write(self, position: int, digest: bytes, *fields: int) -> None:
+        """Write a new entry; its sequence number comes last."""
+        self._words[position // WORD_BYTES] = 0
+        self._entry.pack_into(self._view, position, 0, digest, *fields)
+        self._sequence += 1
+        self._words[position // WORD_BYTES] = self._sequence
+
+    def _erase(self, position: int) -> None:
+        self._words[position // WORD_BYTES] = 0
+        self._view[position + WORD_BYTES : position + WORD_BYTES + DIGEST_BYTES] = _NO_DIGEST
+
+
+class _ReadTable(_Table):
+    """A digest table, for a client that reads it. Any thread."""
+
+    def __init__(self, fd: int, entry_bytes: int) -> None:
+        super().__init__(Mapping(fd, os.fstat(fd).st_size, writable=False), entry_bytes)
+
+
 LOCAL_ENTRY: Final = struct.Struct("@Q32sQBBB13x8Q")
 """sequence, digest, offset, kind, dtype, dimensions, sizes; two cache lines."""
 DIMENSIONS_MAX: Final = 8
@@ -63,39 +145,31 @@ def entries_for(capacity_bytes: int) -> int:
     return 1 << (wanted - 1).bit_length()
 
 
-class LocalIndex:
+class LocalIndex(_WrittenTable):
     """The local index, for the node that writes it. One thread."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        entries = entries_for(capacity_bytes)
-        self._table = DigestTable("lookup-buffer-local-index", entries, LOCAL_ENTRY)
+        super().__init__("lookup-buffer-local-index", entries_for(capacity_bytes), LOCAL_ENTRY)
         self._positions: dict[QualifiedKey, int] = {}
-
-    @property
-    def fd(self) -> int:
-        return self._table.fd
 
     def add(self, address: QualifiedKey, header: TensorHeader, offset: int) -> None:
         """Add a complete item, unless it has too many dimensions or its bucket is full."""
         if not IS_ORDERED or len(header.shape) > DIMENSIONS_MAX:
             return
         digest = digest_of(*address)
-        position, sequence = self._table.oldest(digest)
+        position, sequence = self._oldest(digest)
         if sequence:
             return  # the bucket is full
         sizes = header.shape + (0,) * (DIMENSIONS_MAX - len(header.shape))
         kind, dtype = _KINDS.index(header.kind), _DTYPE_CODES.get(header.dtype, 0)
-        self._table.write(position, digest, offset, kind, dtype, len(header.shape), *sizes)
+        self._write(position, digest, offset, kind, dtype, len(header.shape), *sizes)
         self._positions[address] = position
 
     def remove(self, address: QualifiedKey) -> None:
         """Remove an item. Call it before the item's bytes can be reused. Idempotent."""
         position = self._positions.pop(address, None)
         if position is not None:
-            self._table.erase(position)
-
-    def close(self) -> None:
-        self._table.close()
+            self._erase(position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,37 +183,35 @@ class Entry:
     offset: int
 
 
-class LocalIndexReader:
+class LocalIndexReader(_ReadTable):
     """The local index, for a client that reads it. Any thread."""
 
     def __init__(self, fd: int) -> None:
-        self._table = DigestReader(fd, LOCAL_ENTRY)
+        super().__init__(fd, LOCAL_ENTRY.size)
 
     def contains(self, digest: bytes) -> bool:
         """Whether this host holds the item; False if that is unknown and needs a request."""
-        return self._table.find(digest) is not None
+        return self._find(digest) is not None
 
     def find(self, digest: bytes) -> Entry | None:
         """The entry of an item on this host; None if it is not listed and needs a request."""
-        found = self._table.find(digest)
+        found = self._find(digest)
         if found is None:
             return None
-        fields = LOCAL_ENTRY.unpack_from(self._table.view, found[0])
-        if not self._table.is_unchanged(*found):
+        position, sequence = found
+        fields = LOCAL_ENTRY.unpack_from(self._view, position)
+        if self._words[position // WORD_BYTES] != sequence:
             return None
         _, _, offset, kind, dtype, dimensions, *sizes = fields
         if _KINDS[kind] == "none":
             header = TensorHeader.of_none()
         else:
             header = TensorHeader.for_tensor(_DTYPE_NAMES[dtype], tuple(sizes[:dimensions]))
-        return Entry(*found, header, offset)
+        return Entry(position, sequence, header, offset)
 
     def is_unchanged(self, entry: Entry) -> bool:
         """Whether the entry is unchanged. If so, the bytes read since `find` are valid."""
-        return self._table.is_unchanged(entry.position, entry.sequence)
-
-    def close(self) -> None:
-        self._table.close()
+        return self._words[entry.position // WORD_BYTES] == entry.sequence
 
 
 ENTRIES: Final = 65536
@@ -155,149 +227,49 @@ CLOCK_MONOTONIC, which all processes of a host share. (In another time namespace
 clock, no entry is valid.)"""
 
 
-class RemoteIndex:
+class RemoteIndex(_WrittenTable):
     """The remote index, for the node that writes it. One thread."""
 
     def __init__(self) -> None:
-        self._table = DigestTable("lookup-buffer-remote-index", ENTRIES, REMOTE_ENTRY)
-
-    @property
-    def fd(self) -> int:
-        return self._table.fd
+        super().__init__("lookup-buffer-remote-index", ENTRIES, REMOTE_ENTRY)
 
     def add(self, address: QualifiedKey) -> None:
         """Add a key; in a full bucket it replaces the oldest entry."""
         if not IS_ORDERED:
             return
         digest = digest_of(*address)
-        position, _ = self._table.find(digest) or self._table.oldest(digest)
-        self._table.write(position, digest)
+        position, _ = self._find(digest) or self._oldest(digest)
+        self._write(position, digest)
 
     def remove(self, address: QualifiedKey) -> None:
         """Remove a key. Idempotent."""
-        found = self._table.find(digest_of(*address))
+        found = self._find(digest_of(*address))
         if found is not None:
-            self._table.erase(found[0])
+            self._erase(found[0])
 
     def clear(self) -> None:
         """Invalidate all entries, by one write."""
-        self._table.words[_FLOOR] = self._table.sequence
+        self._words[_FLOOR] = self._sequence
 
     def mark_current(self) -> None:
         """Store the time at which the table was current: now. Call it more often than every
         `CURRENT_SECONDS`."""
-        self._table.words[_CURRENT_AT] = time.monotonic_ns()
-
-    def close(self) -> None:
-        self._table.close()
+        self._words[_CURRENT_AT] = time.monotonic_ns()
 
 
-class RemoteIndexReader:
+class RemoteIndexReader(_ReadTable):
     """The remote index, for a client that reads it. Any thread."""
 
     def __init__(self, fd: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self._table = DigestReader(fd, REMOTE_ENTRY)
+        super().__init__(fd, REMOTE_ENTRY.size)
         self._clock = clock
 
     def is_current(self) -> bool:
         """Whether the node marked the table as current within `CURRENT_SECONDS`."""
-        age = self._clock() - self._table.words[_CURRENT_AT]
+        age = self._clock() - self._words[_CURRENT_AT]
         return 0 <= age < CURRENT_SECONDS * 1e9
 
     def contains(self, digest: bytes) -> bool:
         """Whether a live node holds the key; False if that is unknown and needs a request."""
-        found = self._table.find(digest)
-        return found is not None and found[1] > self._table.words[_FLOOR]
-
-    def close(self) -> None:
-        self._table.close()
-
-
-class _Table:
-    def __init__(self, view: memoryview, entry_bytes: int) -> None:
-        self.view = view
-        self.words = view.cast("Q")
-        self._entry_bytes = entry_bytes
-        self._entry_words = entry_bytes // WORD_BYTES
-        self._bucket_bytes = BUCKET_ENTRIES * entry_bytes
-        self._bucket_words = BUCKET_ENTRIES * self._entry_words
-        self._buckets = (len(view) - HEADER_BYTES) // self._bucket_bytes
-
-    def find(self, digest: bytes) -> tuple[int, int] | None:
-        """(position, sequence) of the entry of `digest`, None if there is none."""
-        # By the first words of the digests: a third of the time of a search for whole digests.
-        tag = int.from_bytes(digest[:WORD_BYTES], "little")
-        start = self._bucket_of(tag)
-        word = start // WORD_BYTES
-        tags = self.words[word + 1 : word + self._bucket_words : self._entry_words].tolist()
-        if tag not in tags:
-            return None
-        for index, other in enumerate(tags):
-            if other == tag:
-                found = self._read(start + index * self._entry_bytes, digest)
-                if found is not None:
-                    return found
-        return None
-
-    def _read(self, position: int, digest: bytes) -> tuple[int, int] | None:
-        sequence = self.words[position // WORD_BYTES]
-        if sequence == 0:
-            return None
-        listed = self.view[position + WORD_BYTES : position + WORD_BYTES + DIGEST_BYTES]
-        is_valid = listed == digest and self.is_unchanged(position, sequence)
-        return (position, sequence) if is_valid else None
-
-    def _bucket_of(self, tag: int) -> int:
-        return HEADER_BYTES + tag % self._buckets * self._bucket_bytes
-
-    def is_unchanged(self, position: int, sequence: int) -> bool:
-        return self.words[position // WORD_BYTES] == sequence
-
-
-class DigestTable(_Table):
-    """A digest table, for the node that writes it; one thread at a time."""
-
-    def __init__(self, name: str, entries: int, entry: struct.Struct) -> None:
-        self._memory = SealedMemory(name, HEADER_BYTES + entries * entry.size)
-        super().__init__(self._memory.view, entry.size)
-        self._entry = entry
-        self.sequence = 0
-        """The last sequence number in use."""
-
-    @property
-    def fd(self) -> int:
-        return self._memory.fd
-
-    def oldest(self, digest: bytes) -> tuple[int, int]:
-        """(position, sequence) of the empty or oldest entry that a new one of `digest` may
-        replace."""
-        start = self._bucket_of(int.from_bytes(digest[:WORD_BYTES], "little"))
-        positions = range(start, start + self._bucket_bytes, self._entry_bytes)
-        return min((self.words[at // WORD_BYTES], at) for at in positions)[::-1]
-
-    def write(self, position: int, digest: bytes, *fields: int) -> None:
-        """Write a new entry; its sequence number comes last."""
-        self.words[position // WORD_BYTES] = 0
-        self._entry.pack_into(self.view, position, 0, digest, *fields)
-        self.sequence += 1
-        self.words[position // WORD_BYTES] = self.sequence
-
-    def erase(self, position: int) -> None:
-        self.words[position // WORD_BYTES] = 0
-        self.view[position + WORD_BYTES : position + WORD_BYTES + DIGEST_BYTES] = _NO_DIGEST
-
-    def close(self) -> None:
-        self.words.release()
-        self._memory.close()
-
-
-class DigestReader(_Table):
-    """A digest table, for a client that reads it. Any thread."""
-
-    def __init__(self, fd: int, entry: struct.Struct) -> None:
-        self._mapping = Mapping(fd, os.fstat(fd).st_size, writable=False)
-        super().__init__(self._mapping.view, entry.size)
-
-    def close(self) -> None:
-        self.words.release()
-        self._mapping.close()
+        found = self._find(digest)
+        return found is not None and found[1] > self._words[_FLOOR]
