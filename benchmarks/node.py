@@ -130,7 +130,7 @@ def measure_transfer(
     key = TensorKey(f"transfer-{nbytes}")
     holder.insert(key, source)
     shelf = Shelf(2 * nbytes + (1 << 20), lambda address, reason: None)
-    shelf.arena.populate(0, shelf.arena.nbytes)
+    shelf.memory.populate(0, shelf.memory.nbytes)
     loop = asyncio.new_event_loop()
     fetcher = Fetcher(loop, shelf, Counters(), token=None)
     address = (Namespace.named("default").fingerprint, key.text)

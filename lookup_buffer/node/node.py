@@ -220,7 +220,7 @@ class Node:
         sys.setswitchinterval(SWITCH_SECONDS)
         gc.set_threshold(*GARBAGE_THRESHOLDS)
         first = min(FIRST_BYTES, self._config.capacity_bytes)
-        self._shelf.arena.populate(0, first)
+        self._shelf.memory.populate(0, first)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._loop.stop)
         if self._http is not None:
@@ -231,7 +231,7 @@ class Node:
         self._registrar.start()
         if self._telemetry is not None:
             self._telemetry.start()
-        self._shelf.arena.populate_in_background(skip_bytes=first)
+        self._shelf.memory.populate_in_background(skip_bytes=first)
         self._loop.call_soon(on_ready)
         self._blocked_log.start()
         self._check_deaths()

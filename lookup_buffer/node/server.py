@@ -440,15 +440,15 @@ class Server:
     def _open(self, session: Session, request: Hello) -> None:
         self._sessions[session.id] = session
         self.counters.add("sessions_opened")
-        arena = self.shelf.arena
+        memory = self.shelf.memory
         fields = {
             "id": request.id,
             "session": session.id,
             "node": self.identity.node,
             "boot": self.identity.boot,
-            "arena_bytes": arena.nbytes,
+            "arena_bytes": memory.nbytes,
         }
-        descriptors = [arena.fd, self.shelf.local_index.fd, self.remote_index.fd]
+        descriptors = [memory.fd, self.shelf.local_index.fd, self.remote_index.fd]
         session.anchor.send_with_descriptors(fields, descriptors)
 
     def _join(self, connection: Connection, request: Join) -> None:
@@ -462,7 +462,7 @@ class Server:
     def _stage(self, connection: Connection, session: Session, request: Stage) -> None:
         descriptor = connection.take_descriptor()
         try:
-            staging = adopt_staging(descriptor, self.shelf.arena.nbytes)
+            staging = adopt_staging(descriptor, self.shelf.memory.nbytes)
         finally:
             os.close(descriptor)
         self.inserts.unstage(session, connection)

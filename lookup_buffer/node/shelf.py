@@ -27,7 +27,7 @@ from lookup_buffer.node.inventory import Gauges, Item
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.shm.allocator import Allocator
 from lookup_buffer.shm.index import LocalIndex
-from lookup_buffer.shm.memory import Arena, Mapping, copy_bytes
+from lookup_buffer.shm.memory import Mapping, SealedMemory, copy_bytes
 from store import GoneReason
 
 HELD_FRACTION: Final = 1 / 3
@@ -57,7 +57,7 @@ class Shelf:
         on_change: Callable[[QualifiedKey, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.arena = Arena(capacity_bytes)
+        self.memory = SealedMemory("lookup-buffer-arena", capacity_bytes)
         self.local_index = LocalIndex(capacity_bytes)
         self._allocator = Allocator(capacity_bytes)
         self._clock = clock
@@ -132,7 +132,7 @@ class Shelf:
             reserved_bytes=self._reserved_bytes,
             handoff_bytes=self._handoff_bytes + self._wanted_bytes,
             pins=len(self._pins),
-            capacity_bytes=self.arena.nbytes,
+            capacity_bytes=self.memory.nbytes,
         )
 
     def remaining_seconds(self, item: Item) -> float | None:
@@ -229,7 +229,7 @@ class Shelf:
         if self._allocator.rounded_bytes(header.nbytes) > self._allocator.capacity_bytes:
             raise TensorTooLarge(
                 f"a tensor of {header.nbytes} bytes exceeds the arena of "
-                f"{self.arena.nbytes} bytes; raise capacity_bytes"
+                f"{self.memory.nbytes} bytes; raise capacity_bytes"
             )
         self._check_held(header.nbytes)
         item = self._place(address, header, origin, None if loan else ttl_seconds)
@@ -337,15 +337,15 @@ class Shelf:
         get the bytes that were checked.
         """
         if source is not None:
-            copy_bytes(self.arena.address + item.offset, source.address + offset, item.nbytes)
+            copy_bytes(self.memory.address + item.offset, source.address + offset, item.nbytes)
         return xxh3_64_intdigest(self.bytes_of(item))
 
     def bytes_of(self, item: Item) -> memoryview:
         """The item's bytes. The caller has reserved or pinned it. Any thread."""
-        return self.arena.view[item.offset : item.offset + item.nbytes]
+        return self.memory.view[item.offset : item.offset + item.nbytes]
 
     def close(self) -> None:
-        self.arena.close()
+        self.memory.close()
         self.local_index.close()
 
     # -- room
@@ -354,21 +354,21 @@ class Shelf:
         """Raise BufferFull if pins and reservations would exceed their share."""
         held_bytes = self._pinned_bytes + self._reserved_bytes + self._wanted_bytes
         # An item of 0 bytes always passes; otherwise its writer could be refused the pin at commit.
-        if nbytes and held_bytes and held_bytes + nbytes > self.arena.nbytes * HELD_FRACTION:
+        if nbytes and held_bytes and held_bytes + nbytes > self.memory.nbytes * HELD_FRACTION:
             raise BufferFull(
                 f"{held_bytes} bytes are pinned or being written; {nbytes} more exceed a third of "
-                f"the arena of {self.arena.nbytes} bytes; release views or raise capacity_bytes"
+                f"the arena of {self.memory.nbytes} bytes; release views or raise capacity_bytes"
             )
 
     def _place_handoff(
         self, address: QualifiedKey, header: TensorHeader, ttl_seconds: float, *, wanted: bool
     ) -> Item:
         nbytes = self._allocator.rounded_bytes(header.nbytes)
-        share = self.arena.nbytes * HANDOFF_FRACTION
+        share = self.memory.nbytes * HANDOFF_FRACTION
         if nbytes > share:
             raise TensorTooLarge(
                 f"a hand-off of {nbytes} bytes exceeds half of the arena of "
-                f"{self.arena.nbytes} bytes; raise capacity_bytes"
+                f"{self.memory.nbytes} bytes; raise capacity_bytes"
             )
         room = share - self._handoff_bytes
         old = self._items.get(address)
@@ -379,7 +379,7 @@ class Shelf:
             if not wanted:
                 raise BufferFull(
                     f"hand-offs use {self._handoff_bytes} bytes; {nbytes} more exceed half of the "
-                    f"arena of {self.arena.nbytes} bytes; wait for takers or raise capacity_bytes"
+                    f"arena of {self.memory.nbytes} bytes; wait for takers or raise capacity_bytes"
                 )
             self._check_held(nbytes)
         item = self._place(address, header, "local", ttl_seconds)

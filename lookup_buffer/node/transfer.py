@@ -408,7 +408,7 @@ class Fetcher:
         Redis is only a hint; the holder's header and the bytes' checksum decide.
         """
         fields = answer.get("payload") if isinstance(answer, dict) else None
-        header = PayloadHeader.from_fields(fields, max_nbytes=self.shelf.arena.nbytes)
+        header = PayloadHeader.from_fields(fields, max_nbytes=self.shelf.memory.nbytes)
         if nbytes != header.tensor.nbytes:
             raise ProtocolError("the length of the payload differs from its header")
         if (header.namespace, header.key) != address or header.generation != location.generation:

@@ -1,4 +1,4 @@
-"""Shared memory: the node's `Arena`, its read-only `Mapping` in clients, and a client's `Staging`.
+"""Shared memory: what one process writes and others map read-only, and a client's `Staging`.
 
 All are memfds, passed over the unix socket by descriptor, so no file in /dev/shm can leak or have
 the name of another. Once the node has mapped the arena, it is sealed against shrinking, growing
@@ -107,13 +107,6 @@ class SealedMemory(_Memfd):
 
     def __init__(self, name: str, nbytes: int) -> None:
         super().__init__(name, nbytes, _FIXED_SIZE | F_SEAL_FUTURE_WRITE)
-
-
-class Arena(SealedMemory):
-    """The node's memory for payload."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__("lookup-buffer-arena", capacity_bytes)
 
 
 class Staging(_Memfd):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lookup_buffer.errors import ProtocolError
-from lookup_buffer.shm.memory import Arena, Mapping, Staging, adopt_staging, copy_bytes
+from lookup_buffer.shm.memory import Mapping, SealedMemory, Staging, adopt_staging, copy_bytes
 
 NBYTES = 1 << 20
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
@@ -24,15 +24,15 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena(NBYTES)
+def arena() -> Iterator[SealedMemory]:
+    arena = SealedMemory("arena", NBYTES)
     arena.view[:5] = b"bytes"
     yield arena
     arena.close()
 
 
 @pytest.fixture
-def passed(arena: Arena) -> Iterator[int]:
+def passed(arena: SealedMemory) -> Iterator[int]:
     """The arena's descriptor, as it arrives in a client."""
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
@@ -42,7 +42,7 @@ def passed(arena: Arena) -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_a_client_reads_the_nodes_bytes(arena: Arena, passed: int) -> None:
+def test_a_client_reads_the_nodes_bytes(arena: SealedMemory, passed: int) -> None:
     mapping = Mapping(passed, NBYTES, writable=False)
     mapping.populate(0, NBYTES)
     assert bytes(mapping.view[:5]) == b"bytes"
@@ -55,13 +55,13 @@ def test_a_client_reads_the_nodes_bytes(arena: Arena, passed: int) -> None:
 
 
 @pytest.mark.parametrize("length", [0, NBYTES // 2, NBYTES * 2])
-def test_the_size_cannot_be_changed(arena: Arena, passed: int, length: int) -> None:
+def test_the_size_cannot_be_changed(arena: SealedMemory, passed: int, length: int) -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(passed, length)
     assert bytes(arena.view[:5]) == b"bytes"
 
 
-def test_it_cannot_be_written_through_the_descriptor(arena: Arena, passed: int) -> None:
+def test_it_cannot_be_written_through_the_descriptor(arena: SealedMemory, passed: int) -> None:
     for write in (
         lambda: os.pwrite(passed, b"evil!", 0),
         lambda: os.write(passed, b"evil!"),
@@ -73,7 +73,7 @@ def test_it_cannot_be_written_through_the_descriptor(arena: Arena, passed: int) 
     assert bytes(arena.view[:5]) == b"bytes"
 
 
-def test_opening_it_anew_does_not_help(arena: Arena, passed: int) -> None:
+def test_opening_it_anew_does_not_help(arena: SealedMemory, passed: int) -> None:
     again = os.open(f"/proc/self/fd/{passed}", os.O_RDWR)
     try:
         with pytest.raises(PermissionError):
@@ -87,7 +87,7 @@ def test_opening_it_anew_does_not_help(arena: Arena, passed: int) -> None:
     assert bytes(arena.view[:5]) == b"bytes"
 
 
-def test_holes_cannot_be_punched(arena: Arena, passed: int) -> None:
+def test_holes_cannot_be_punched(arena: SealedMemory, passed: int) -> None:
     assert _libc.fallocate(passed, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096) == -1
     mapping = Mapping(passed, NBYTES, writable=False)
     assert _libc.madvise(mapping.address, 4096, MADV_REMOVE) == -1
@@ -101,7 +101,7 @@ def test_a_read_only_mapping_cannot_be_made_writable(passed: int) -> None:
     mapping.close()
 
 
-def test_no_seal_can_be_added_that_would_hurt_the_node(arena: Arena, passed: int) -> None:
+def test_no_seal_can_be_added_that_would_hurt_the_node(arena: SealedMemory, passed: int) -> None:
     with pytest.raises(PermissionError):
         fcntl.fcntl(passed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     arena.view[:5] = b"fine."
@@ -122,7 +122,9 @@ def test_the_refusals_can_fail() -> None:
         os.close(descriptor)
 
 
-def test_closing_does_not_wait_and_keeps_viewed_memory_mapped(arena: Arena, passed: int) -> None:
+def test_closing_does_not_wait_and_keeps_viewed_memory_mapped(
+    arena: SealedMemory, passed: int
+) -> None:
     mapping = Mapping(passed, NBYTES, writable=False)
     window = mapping.view[:5]
     mapping.populate_in_background()
