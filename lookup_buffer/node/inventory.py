@@ -26,9 +26,9 @@ class Item:
     pins: int = 0
     gone: bool = False
     handoff_bytes: int = 0
-    """Bytes charged to the share of hand-offs; 0 if it is not a hand-off of this node."""
+    """Bytes of a hand-off of this node that are charged to the share of hand-offs."""
     wanted_bytes: int = 0
-    """Bytes of a hand-off that are charged like a pin instead, because its taker waits: see
+    """Its bytes if they are charged like a pin instead, because its taker waits: see
     `Shelf.reserve_handoff`."""
     device: str = ""
     """The device on which the inserting client computed it; empty if unknown."""

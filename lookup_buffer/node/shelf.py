@@ -38,7 +38,7 @@ HANDOFF_FRACTION: Final = 1 / 2
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A pin: it keeps `item` in the arena until its ticket is released."""
+    """It keeps `item` in the arena until its ticket is released."""
 
     ticket: int
     item: Item
@@ -48,8 +48,11 @@ class Held:
 
 
 class Shelf:
-    """`on_change(address, reason)` is called for each item that appeared (reason "") or was removed
-    (why). It only notes that: it does not call this object."""
+    """The arena of a node.
+
+    `on_change(address, reason)` is called for each item that appeared (reason "") or was removed
+    (why). It only notes that: it does not call this object.
+    """
 
     def __init__(
         self,
@@ -183,9 +186,11 @@ class Shelf:
                     self._unpin(pin)
 
     def holds_pins(self, owner: int) -> bool:
+        """Whether a pin of `owner` is not released."""
         return any(pin.owner == owner for pin in self._pins.values())
 
     def release_all(self, owner: int) -> None:
+        """Release all tickets of `owner`."""
         for pin in [pin for pin in self._pins.values() if pin.owner == owner]:
             self._unpin(pin)
 
