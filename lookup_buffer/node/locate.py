@@ -2,23 +2,22 @@
 
 With a mirror it caches the store's records, which the store invalidates: a look-up of a cached key
 costs no round trip. Without one, by the setting or because a package's store has none, it calls the
-store for each look-up, and polls it for waiters. It reads the membership when a record names an
-unknown node. A failed store is a value, not an error. Called by `read`, `prefetch`, `devices`,
-`takes`, `announcements` and `arbiter`.
+store for each look-up. It reads the membership when a record names an unknown node. A failed store
+is a value, not an error. Called by `read`, `devices`, `takes`, `announcements` and `arbiter`.
 
 `Waiting` resumes a waiter when a client of this node inserts the key, when the store may have its
-record or a free claim, and at its deadline. Called by `read`, `insert`, `claims` and `takes`. All
-runs on the loop's thread.
+record or a free claim, after a pause, and at its deadline. Called by `read`, `insert`, `claims` and
+`takes`. All runs on the loop's thread.
 """
 
 import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey
@@ -39,13 +38,18 @@ if TYPE_CHECKING:
     from store.base import Entry, Mirror, MirrorClaims
 
 OPEN_AGAIN_SECONDS = 1.0
-QUESTIONS_MAX = 512
-"""Bound on the look-ups of one round trip, without a mirror."""
+REQUESTS_MAX = 512
+"""Bound on the requests that one call of the store answers together."""
 LOOK_AGAIN_SECONDS = 1.0
 """A waiter is resumed at least this often: some changes cause no notification, such as the
 recovery of a peer that failed."""
 POLL_SECONDS = (0.005, 0.01, 0.02, 0.05)
-"""Without a mirror a watch polls: its calls come after these pauses; the last one repeats."""
+"""Without a mirror no change causes one, and a waiter is resumed after these pauses; the last one
+repeats."""
+
+Cancel = Callable[[], object]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,35 @@ def located(record: Record | None, directory: Directory) -> Located:
     return Located(record, sources, "" if sources else reason, offers)
 
 
+class _Batched(Generic[T, R]):
+    """Calls of the store, one at a time: what is requested during one goes together in the next."""
+
+    def __init__(self, call: Callable[[list[T]], Coroutine[Any, Any, R]]) -> None:
+        self._call = call
+        self._one_at_a_time = asyncio.Lock()
+        self._requests: list[Sequence[T]] = []
+        """Those of the call that begins next."""
+        self._next: asyncio.Task[R] | None = None
+        """That call; None if no request waits for one."""
+        self._tasks: set[asyncio.Task[R]] = set()
+
+    def request(self, items: Sequence[T]) -> "asyncio.Task[R]":
+        """The call that answers for `items`. It is shared: await it by `shield` or `wait`."""
+        if self._next is None or len(self._requests) >= REQUESTS_MAX:
+            self._requests = []
+            self._next = asyncio.get_running_loop().create_task(self._run(self._requests))
+            self._tasks.add(self._next)
+            self._next.add_done_callback(self._tasks.discard)
+        self._requests.append(items)
+        return self._next
+
+    async def _run(self, requests: list[Sequence[T]]) -> R:
+        async with self._one_at_a_time:
+            if requests is self._requests:
+                self._next = None
+            return await self._call(list(itertools.chain.from_iterable(requests)))
+
+
 @dataclass(slots=True)
 class Locator:
     loop: asyncio.AbstractEventLoop
@@ -86,44 +119,44 @@ class Locator:
     """Claims over the mirror's connections; None until the mirror exists."""
     _mirror: "Mirror | None" = None
     _store: MetadataStore | None = None
-    _is_open: asyncio.Event = field(default_factory=asyncio.Event)
     _opening: asyncio.Task[None] | None = None
     _open_at: float = 0.0
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    """Watches that poll, or that wait for the mirror; and the look-ups without a mirror."""
-    _questions: list[tuple[Sequence[QualifiedKey], asyncio.Future[list[Found]]]] = field(
-        default_factory=list
-    )
-    """Look-ups without a mirror that are not sent yet."""
-    _asking: asyncio.Task[None] | None = None
+    _look_ups: _Batched[QualifiedKey, dict[QualifiedKey, Found]] = field(init=False)
+    """Without a mirror."""
+    _meetings: _Batched[Record, None] = field(init=False)
+    """Readings of the membership, for records that name unknown nodes."""
     _breakers: defaultdict[str, Breaker] = field(
         default_factory=lambda: defaultdict(lambda: Breaker(time.monotonic))
     )
     """By server name, so that a dead server does not cost every look-up its timeout."""
-    _meeting: asyncio.Task[None] | None = None
-    """Will read the membership, for the records in `_unmet`."""
-    _meeting_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _unmet: list[Record] = field(default_factory=list)
     _epoch: int = -1
     """The epoch of the membership when the current round began."""
     _round: int = 0
     """Verdicts of earlier rounds are out of date, and their entries are removed from the remote
     index."""
 
+    def __post_init__(self) -> None:
+        self._look_ups, self._meetings = _Batched(self._look_up), _Batched(self._meet)
+
     def start(self) -> None:
         """Begin to open the store, in the background."""
         self._opening = self.loop.create_task(self._open())
 
     async def locate(self, addresses: Sequence[QualifiedKey]) -> list[Located]:
-        """A `Located` for each of `addresses`, in order. Does not suspend if all are cached."""
-        if await self.store() is None:
+        """A `Located` for each of `addresses`, in order. Their namespace is the same. Does not
+        suspend if all are cached."""
+        if not addresses or await self.store() is None:
             return [NOT_REACHED] * len(addresses)
         if self._mirror is None:
-            found = await self._ask_later(addresses)
+            found_by_address = await asyncio.shield(self._look_ups.request(addresses))
+            found = [found_by_address[address] for address in addresses]
         else:
             found = await self._ask(self._mirror, addresses)
         await self.meet([record for record in found if isinstance(record, Record)])
-        return [self._located(one) for one in found]
+        return [
+            NOT_REACHED if isinstance(one, StoreError) else located(one, self.directory)
+            for one in found
+        ]
 
     def cached(self, address: QualifiedKey) -> Located | None:
         """What `locate` returns, if that takes no call of the store; else None."""
@@ -176,19 +209,13 @@ class Locator:
             self._turn()
             self.remote_index.mark_current()
 
-    def watch(self, address: QualifiedKey, notify: Callable[[], None]) -> Callable[[], object]:
+    def watch(self, address: QualifiedKey, notify: Callable[[], None]) -> Cancel | None:
         """Call `notify` when the key's record may exist, or its claim may be free; until cancelled.
 
         Requests during or after that call see the change. There may be more calls than changes.
-        Returns the cancellation, which is idempotent.
+        Returns the cancellation, which is idempotent; None without a mirror, or before it exists.
         """
-        if self._mirror is not None:
-            return self._mirror.watch(*address, notify)
-        watch = self._watch_when_open(address, notify) if self.mirrored else _poll(notify)
-        task = self.loop.create_task(watch)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task.cancel
+        return None if self._mirror is None else self._mirror.watch(*address, notify)
 
     def knows(self, record: Record | None) -> bool:
         """Whether all nodes that `record` names are known."""
@@ -199,24 +226,13 @@ class Locator:
 
         All that ask for it before the membership is read share that reading.
         """
-        if all(map(self.knows, records)):
-            return
-        self._unmet += records
-        if self._meeting is None:
-            self._meeting = self.loop.create_task(self._meet())
-        await asyncio.wait([self._meeting])
-
-    async def _meet(self) -> None:
-        async with self._meeting_lock:
-            records, self._unmet, self._meeting = self._unmet, [], None
-            assert self._store is not None, "the records come from there"
-            await self.directory.meet(self._store, records)
+        if not all(map(self.knows, records)):
+            await asyncio.wait([self._meetings.request(records)])
 
     def close(self) -> None:
-        """Stop. Whoever closes the loop ends the cancelled tasks."""
-        for task in (self._opening, self._asking, self._meeting, *self._tasks):
-            if task is not None:
-                task.cancel()
+        """Stop. Whoever closes the loop ends the tasks."""
+        if self._opening is not None:
+            self._opening.cancel()
         if self._mirror is not None:
             self._mirror.close()
 
@@ -234,35 +250,44 @@ class Locator:
             assert opened is not None, "the node has asked `Storage.has_mirror`"
             self._mirror, self.claims = opened
         self._store = store
-        self._is_open.set()
-
-    async def _watch_when_open(self, address: QualifiedKey, notify: Callable[[], None]) -> None:
-        await self._is_open.wait()
-        assert self._mirror is not None
-        cancel = self._mirror.watch(*address, notify)
-        try:
-            await self.loop.create_future()  # until this task is cancelled
-        finally:
-            cancel()
-
-    # -- look-ups in the mirror
 
     async def _ask(self, mirror: "Mirror", addresses: Sequence[QualifiedKey]) -> list[Found]:
-        keys_by_namespace = defaultdict(list)
-        for namespace, key in addresses:
-            keys_by_namespace[namespace].append(key)
-        answers: dict[str, asyncio.Future[list[Found]]] = {}
-        for namespace, keys in keys_by_namespace.items():
-            answer = answers[namespace] = self.loop.create_future()
-            mirror.ask(namespace, keys, _setter(answer))
-        found: dict[QualifiedKey, Found] = {}
-        for namespace, answer in answers.items():
-            for key, one in zip(keys_by_namespace[namespace], await answer, strict=True):
-                found[namespace, key] = one
-        return [found[address] for address in addresses]
+        answer: asyncio.Future[list[Found]] = self.loop.create_future()
 
-    def _located(self, found: Found) -> Located:
-        return NOT_REACHED if isinstance(found, StoreError) else located(found, self.directory)
+        def answered(found: list[Found]) -> None:
+            if not answer.done():  # else whoever awaits it was cancelled
+                answer.set_result(found)
+
+        mirror.ask(addresses[0][0], [key for _, key in addresses], answered)
+        return await answer
+
+    async def _look_up(self, addresses: list[QualifiedKey]) -> dict[QualifiedKey, Found]:
+        """Look up these keys at the store, except on servers whose breaker is open."""
+        assert self._store is not None
+        paused = StoreUnavailable("calls of this server pause, since the last ones failed")
+        found: dict[QualifiedKey, Found] = dict.fromkeys(addresses, paused)
+        groups = defaultdict(list)
+        for address in found:
+            groups[self.place_of(address)].append(address)
+        asked = {place: keys for place, keys in groups.items() if self._breakers[place].allows()}
+        items = list(itertools.chain.from_iterable(asked.values()))
+        try:
+            answers: Sequence[Found] = await self._store.look_up(items) if items else []
+        except StoreError as error:
+            answers = [StoreUnavailable(str(error))] * len(items)
+        found.update(zip(items, answers, strict=True))
+        for place, keys in asked.items():
+            if all(isinstance(found[address], StoreError) for address in keys):
+                self._breakers[place].failed()
+            else:
+                self._breakers[place].succeeded()
+        return found
+
+    async def _meet(self, records: list[Record]) -> None:
+        assert self._store is not None, "the records come from there"
+        await self.directory.meet(self._store, records)
+
+    # -- verdicts
 
     def _judge(self, address: QualifiedKey, entry: "Entry") -> bool | None:
         """Whether a live node holds it. None if its node is unknown, or if the absence of a
@@ -295,45 +320,6 @@ class Locator:
         else:
             self.remote_index.remove(address)
 
-    # -- look-ups without a mirror
-
-    async def _ask_later(self, addresses: Sequence[QualifiedKey]) -> list[Found]:
-        """Look-ups that are requested during a round trip go together in the next one."""
-        answer: asyncio.Future[list[Found]] = self.loop.create_future()
-        self._questions.append((addresses, answer))
-        if self._asking is None or self._asking.done():
-            self._asking = self.loop.create_task(self._ask_all())
-        return await answer
-
-    async def _ask_all(self) -> None:
-        while self._questions:
-            asked = self._questions[:QUESTIONS_MAX]
-            del self._questions[:QUESTIONS_MAX]
-            found = await self._read({item for addresses, _ in asked for item in addresses})
-            for addresses, answer in asked:
-                _setter(answer)([found[address] for address in addresses])
-
-    async def _read(self, addresses: set[QualifiedKey]) -> dict[QualifiedKey, Found]:
-        assert self._store is not None
-        paused = StoreUnavailable("calls of this server pause, since the last ones failed")
-        found: dict[QualifiedKey, Found] = dict.fromkeys(addresses, paused)
-        groups = defaultdict(list)
-        for address in addresses:
-            groups[self.place_of(address)].append(address)
-        asked = {place: keys for place, keys in groups.items() if self._breakers[place].allows()}
-        items = list(itertools.chain.from_iterable(asked.values()))
-        try:
-            answers: Sequence[Found] = await self._store.look_up(items) if items else []
-        except StoreError as error:
-            answers = [StoreUnavailable(str(error))] * len(items)
-        found.update(zip(items, answers, strict=True))
-        for place, keys in asked.items():
-            if all(isinstance(found[address], StoreError) for address in keys):
-                self._breakers[place].failed()
-            else:
-                self._breakers[place].succeeded()
-        return found
-
 
 @dataclass(slots=True)
 class Waiting:
@@ -341,6 +327,9 @@ class Waiting:
 
     loop: asyncio.AbstractEventLoop
     locator: Locator
+    pauses: Sequence[float] = (LOOK_AGAIN_SECONDS,)
+    """A waiter is resumed after these, though nothing has happened; the last one repeats. Seconds,
+    not above LOOK_AGAIN_SECONDS."""
     _waiters: dict[QualifiedKey, set[asyncio.Event]] = field(default_factory=dict)
 
     def arrived(self, address: QualifiedKey) -> None:
@@ -350,9 +339,14 @@ class Waiting:
 
     async def pause(self, address: QualifiedKey, seconds: float) -> None:
         """Return when `address` arrives here, or after `seconds`."""
-        with self._waiter(address) as event, suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await event.wait()
+        event = asyncio.Event()
+        self._add(address, event)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await event.wait()
+        finally:
+            self._remove(address, event)
 
     @contextmanager
     def changes(
@@ -363,41 +357,33 @@ class Waiting:
         It returns once for all changes since its last return; the first call returns when no later
         change can be missed.
         """
-        with ExitStack() as watch:
-            event: asyncio.Event | None = None  # most requests never wait
-
-            async def changed() -> None:
-                nonlocal event
-                if event is None:
-                    event = watch.enter_context(self._waiter(address))
-                    watch.callback(self.locator.watch(address, event.set))
-                left = min(until - self.loop.time(), LOOK_AGAIN_SECONDS)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(max(0.0, left)):
-                        await event.wait()
-                event.clear()
-
-            yield changed
-
-    @contextmanager
-    def _waiter(self, address: QualifiedKey) -> Iterator[asyncio.Event]:
         event = asyncio.Event()
-        waiters = self._waiters.setdefault(address, set())
-        waiters.add(event)
+        cancel: Cancel | None = None
+        pauses = iter(self.pauses)
+
+        async def changed() -> None:
+            nonlocal cancel
+            self._add(address, event)  # not before: most requests never wait
+            if cancel is None:
+                cancel = self.locator.watch(address, event.set)
+            left = min(until - self.loop.time(), next(pauses, self.pauses[-1]))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, left)):
+                    await event.wait()
+            event.clear()
+
         try:
-            yield event
+            yield changed
         finally:
+            if cancel is not None:
+                cancel()
+            self._remove(address, event)
+
+    def _add(self, address: QualifiedKey, event: asyncio.Event) -> None:
+        self._waiters.setdefault(address, set()).add(event)
+
+    def _remove(self, address: QualifiedKey, event: asyncio.Event) -> None:
+        if waiters := self._waiters.get(address):
             waiters.discard(event)
             if not waiters:
                 del self._waiters[address]
-
-
-def _setter(answer: "asyncio.Future[list[Found]]") -> Callable[[list[Found]], None]:
-    """Sets the result, unless whoever awaits it was cancelled."""
-    return lambda found: None if answer.done() else answer.set_result(found)
-
-
-async def _poll(notify: Callable[[], None]) -> None:
-    for seconds in itertools.chain(POLL_SECONDS, itertools.repeat(POLL_SECONDS[-1])):
-        await asyncio.sleep(seconds)
-        notify()

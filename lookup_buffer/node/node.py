@@ -65,7 +65,7 @@ from lookup_buffer.node.held_claims import HeldClaims
 from lookup_buffer.node.http import HttpProcess
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.insert import Arrivals, Inserts
-from lookup_buffer.node.locate import Locator, Waiting
+from lookup_buffer.node.locate import LOOK_AGAIN_SECONDS, POLL_SECONDS, Locator, Waiting
 from lookup_buffer.node.loop import BlockedLog, NodeLoop
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.owners import Owners
@@ -160,14 +160,10 @@ class Node:
 
     def _make_server(self, directory: Directory) -> Server:
         loop, shelf, handoffs = self._loop, self._shelf, self._handoffs
-        waiting = Waiting(loop, self._locator)
+        pauses = (LOOK_AGAIN_SECONDS,) if self._locator.mirrored else POLL_SECONDS
+        waiting = Waiting(loop, self._locator, pauses)
         boot = self._identity.boot
         reads = Reads(loop, shelf, self._locator, self._fetcher, waiting, self._counters, boot)
-
-        def stored(address: QualifiedKey) -> None:
-            reads.arrived(address)
-            waiting.arrived(address)
-
         self._claims = Claims(
             loop, self._held_claims, Arbiter(loop, self._locator), self._identity, shelf, waiting,
             reads, self._registrar, self._counters,
@@ -175,7 +171,7 @@ class Node:
         arrivals = Arrivals(loop, shelf, handoffs, waiting)
         self._inserts = Inserts(
             loop, shelf, self._counters, waiting, arrivals, self._claims, self._announcements,
-            stored,
+            reads.arrived,
         )  # fmt: skip
         takes = Takes(
             loop, shelf, handoffs, self._owners, self._locator, directory, self._identity,

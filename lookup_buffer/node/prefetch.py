@@ -17,7 +17,7 @@ from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes
 from lookup_buffer.node.locate import Located
-from lookup_buffer.node.read import Reads
+from lookup_buffer.node.read import NOTHING, Reads
 from lookup_buffer.node.session import Fields, Session
 from lookup_buffer.node.transfer import Fetched
 from lookup_buffer.protocol.messages import ClaimAll, Prefetch
@@ -33,7 +33,7 @@ be many."""
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """One prefetch, with what was absent at its request."""
+    """One prefetch. `indexes`: the positions of each key that is not answered yet."""
 
     session: Session
     request: Prefetch
@@ -53,18 +53,11 @@ class Prefetches:
 
     def prefetch(self, session: Session, request: Prefetch) -> None:
         """Send the entries of what is here now, and bring the rest."""
-        entries: list[tuple[int, Fields]] = []
         pending = _Pending(session, request)
-        are_attached = self._are_attached(session)
         for index, key in enumerate(request.keys):
-            address = (request.namespace, key)
-            entry = self._hold(session, address, Fetched(None), are_attached=are_attached)
-            if entry is None:
-                pending.indexes.setdefault(address, []).append(index)
-            else:
-                entries.append((index, entry))
-        if entries:
-            _push(pending, entries)
+            pending.indexes.setdefault((request.namespace, key), []).append(index)
+        here = [(address, NOTHING) for address in pending.indexes]
+        self._answer(pending, here, is_final=False)
         if request.claimer:
             self._claim_ahead(pending)
         else:
@@ -102,8 +95,7 @@ class Prefetches:
                 missing.append((address, Fetched(None, reason)))
             else:
                 rest.append(address)
-        if missing:
-            self._settle(pending, missing)
+        self._answer(pending, missing)
         if rest:
             pending.session.start(self._bring_rest, pending, rest)
 
@@ -112,42 +104,38 @@ class Prefetches:
         async with asyncio.TaskGroup() as group:
             by_lane = await self.lanes.find(pending.session, shared)
             for address, located in by_lane.items():
-                group.create_task(self._receive(pending, address, located))
-            await self._over_hosts(pending, [each for each in rest if each not in by_lane])
+                group.create_task(self._receive(pending, address, located, group))
+            others = [address for address in rest if address not in by_lane]
+            await self._over_hosts(pending, others, group)
 
     async def _receive(
-        self,
-        pending: _Pending,
-        address: QualifiedKey,
-        located: Located,
+        self, pending: _Pending, address: QualifiedKey, located: Located, group: asyncio.TaskGroup
     ) -> None:
         entry = await self.lanes.receive(pending.session, address, located)
         if entry is None:
-            await self._over_hosts(pending, [address])
+            await self._over_hosts(pending, [address], group)
         else:
-            _push(pending, [(index, entry) for index in pending.indexes[address]])
+            _push(pending, [(index, entry) for index in pending.indexes.pop(address)])
 
     def _may_wait(self, pending: _Pending, address: QualifiedKey) -> bool:
         """Whether the session waits for this key until it is published."""
         request = pending.request
         return request.wait_seconds > 0 and not request.claimer and not is_handoff(address[1])
 
-    async def _over_hosts(self, pending: _Pending, addresses: Sequence[QualifiedKey]) -> None:
-        """Bring these keys together, and then wait for each that no node has."""
-        async with asyncio.TaskGroup() as group:
-
-            def settle(settled: list[tuple[QualifiedKey, Fetched]]) -> None:
-                final = []
-                for address, fetched in settled:
-                    if self._is_awaited(pending, address, fetched):
-                        awaiting = group.create_task(self._await(pending, address))
-                        awaiting.add_done_callback(lambda _: self._forget_awaited(pending))
-                        self._awaited[pending.session.id] += 1
-                    else:
-                        final.append((address, fetched))
-                self._settle(pending, final)
-
-            await self.reads.bring_each(addresses, settle)
+    async def _over_hosts(
+        self, pending: _Pending, addresses: Sequence[QualifiedKey], group: asyncio.TaskGroup
+    ) -> None:
+        """Bring these keys together, and then wait for each that no node has, in `group`."""
+        async for came in self.reads.bring_each(addresses):
+            final = []
+            for address, fetched in came:
+                if self._is_awaited(pending, address, fetched):
+                    awaiting = group.create_task(self._await(pending, address))
+                    awaiting.add_done_callback(lambda _: self._forget_awaited(pending))
+                    self._awaited[pending.session.id] += 1
+                else:
+                    final.append((address, fetched))
+            self._answer(pending, final)
 
     def _is_awaited(self, pending: _Pending, address: QualifiedKey, fetched: Fetched) -> bool:
         """Whether this key is waited for now. A key that found no room is not: its session may
@@ -163,45 +151,39 @@ class Prefetches:
             del self._awaited[pending.session.id]
 
     async def _await(self, pending: _Pending, address: QualifiedKey) -> None:
-        def hold(fetched: Fetched) -> list[tuple[int, Fields]] | MissReason | None:
-            if self.reads.shelf.holds(address):  # else ranks that are missing do not matter
-                are_attached = self._are_attached(pending.session)
-                return self._hold_each(pending, address, fetched, are_attached=are_attached)
-            return MissReason.NO_ROOM if fetched.reason == MissReason.NO_ROOM else None
-
-        found: list[tuple[int, Fields]] | MissReason
-        found = await self.reads.bring(address, pending.request.wait_seconds, hold)
-        if isinstance(found, MissReason):
-            self._settle(pending, [(address, Fetched(None, found))])
-        else:
-            _push(pending, found)
-
-    def _settle(self, pending: _Pending, settled: Sequence[tuple[QualifiedKey, Fetched]]) -> None:
-        """Send the session the results of these keys: pins, or misses."""
-        if not settled:
-            return
-        entries = []
-        are_attached = self._are_attached(pending.session)
-        for address, fetched in settled:
-            held = self._hold_each(pending, address, fetched, are_attached=are_attached)
-            if held is None:
-                indexes = pending.indexes[address]
-                held = [(index, self._missing(fetched.reason)) for index in indexes]
-            entries += held
-        _push(pending, entries)
-
-    def _hold_each(
-        self, pending: _Pending, address: QualifiedKey, fetched: Fetched, *, are_attached: bool
-    ) -> list[tuple[int, Fields]] | None:
-        """A pin of its own for each handle of the key; None if the key is absent here."""
-        session = pending.session
-        held = [
-            (index, self._hold(session, address, fetched, are_attached=are_attached))
-            for index in pending.indexes[address]
-        ]
-        if all(entry is None for _, entry in held):
+        def answer(fetched: Fetched) -> bool | None:
+            is_here = self.reads.shelf.holds(address)  # else ranks that are missing do not matter
+            if is_here or fetched.reason == MissReason.NO_ROOM:
+                self._answer(pending, [(address, fetched)])
+                return True
             return None
-        return [(index, entry or self._missing(fetched.reason)) for index, entry in held]
+
+        found = await self.reads.bring(address, pending.request.wait_seconds, answer)
+        if isinstance(found, MissReason):
+            self._answer(pending, [(address, Fetched(None, found))])
+
+    def _answer(
+        self,
+        pending: _Pending,
+        came: Sequence[tuple[QualifiedKey, Fetched]],
+        *,
+        is_final: bool = True,
+    ) -> None:
+        """Send the session a pin of its own for each handle of these keys; for those that are
+        absent here a miss, if that is final."""
+        are_attached = self._are_attached(pending.session)
+        entries: list[tuple[int, Fields]] = []
+        for address, fetched in came:
+            for index in pending.indexes[address]:
+                entry = self._hold(pending.session, address, fetched, are_attached=are_attached)
+                if entry is None:
+                    if not is_final:
+                        break
+                    entry = self._missing(fetched.reason)
+                entries.append((index, entry))
+            else:
+                del pending.indexes[address]
+        _push(pending, entries)
 
     def _are_attached(self, session: Session) -> bool:
         """Whether all ranks of the session's engine have mapped the arena. A worker may attach
@@ -221,7 +203,7 @@ class Prefetches:
         if not are_attached:
             return {"state": "failed", "reason": MissReason.RANKS_NOT_ATTACHED}
         try:
-            held = self.reads.hold_fetched(session, address, fetched)
+            held = self.reads.hold(session, address, fetched)
         except BufferFull:
             self.counters.miss(MissReason.NO_ROOM)
             return {"state": "failed", "reason": MissReason.NO_ROOM}

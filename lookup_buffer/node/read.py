@@ -7,7 +7,7 @@ never kept: each reader gets its own, which is freed with its pin. Called by `se
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,6 @@ from typing import Final, TypeVar
 
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey, is_handoff
-from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located, Locator, Waiting
 from lookup_buffer.node.session import Fields, Session
@@ -27,17 +26,15 @@ from lookup_buffer.times import CALL_SECONDS, NODE_SHARE
 GRACE_SECONDS: Final = NODE_SHARE * CALL_SECONDS
 """If a key is not even located this long after a request's deadline, it is a miss."""
 
+NOTHING: Final = Fetched(None)
+"""Nothing came from another node; the key may have been inserted here."""
+
 T = TypeVar("T")
+Fetching = Callable[[int], None]
+"""Called with the bytes of a transfer that begins."""
 
 
-@dataclass(slots=True, eq=False)
-class _Reader:
-    """A request for some keys, while it waits for their fetches."""
-
-    came: Callable[["_Fetch"], None]
-    """Called with each fetch that has its result."""
-    fetching: Callable[[int], None] = lambda nbytes: None
-    """Called with the bytes of each transfer that has begun."""
+def _ignore(nbytes: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -48,12 +45,33 @@ class _Fetch:
     """
 
     address: QualifiedKey
-    readers: list[_Reader] = field(default_factory=list)
+    readers: "list[_Reader]" = field(default_factory=list)
     nbytes: int | None = None
     """Set when the transfer begins."""
     result: Fetched | None = None
     is_doubted: bool = False
     """The running look-up may be out of date: repeat it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """A request that waits for `fetches`. `came`: those with a result that it has not read yet."""
+
+    fetching: Fetching
+    fetches: set[_Fetch] = field(default_factory=set)
+    came: list[_Fetch] = field(default_factory=list)
+    _told: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self, fetch: _Fetch) -> None:
+        self.came.append(fetch)
+        self._told.set()
+
+    async def read(self) -> list[_Fetch]:
+        """Those that have their result since the last call; waits for one."""
+        await self._told.wait()
+        self._told.clear()
+        came, self.came = self.came, []
+        return came
 
 
 @dataclass(slots=True)
@@ -83,14 +101,10 @@ class Reads:
         reason = "" if request.wait_seconds else self.missing(address)
         return self.missed(reason) if reason else None
 
-    async def select(self, connection: Connection, session: Session, request: Select) -> Fields:
+    async def select(self, session: Session, request: Select, fetching: Fetching) -> Fields:
         """Fetch an item that is absent here; wait for it if the request says so."""
         address = (request.namespace, request.key)
-
-        def fetching(nbytes: int) -> None:
-            connection.send({"id": request.id, "fetching": nbytes})
-
-        hold = partial(self.hold_fetched, session, address)
+        hold = partial(self.hold, session, address)
         found = await self.bring(address, request.wait_seconds, hold, fetching)
         if isinstance(found, Held):
             return self.resident(found)
@@ -116,9 +130,11 @@ class Reads:
 
     # -- what is here
 
-    def hold(self, session: Session, address: QualifiedKey) -> Held | None:
-        """Pin the item at `address` for the session and count the hit; None if it is absent here,
-        or if the session has ended.
+    def hold(
+        self, session: Session, address: QualifiedKey, fetched: Fetched = NOTHING
+    ) -> Held | None:
+        """Pin the item at `address` for the session, or what came if that is a copy for this reader
+        alone, and count the hit. None if there is neither, or if the session has ended.
 
         Raises:
             BufferFull: pins and reservations would exceed their share.
@@ -126,19 +142,11 @@ class Reads:
         if session.has_ended:
             return None
         held = self.shelf.hold(address, session.id, session.ranks())
-        if held is not None:
-            self._count(session, held)
-        return held
-
-    def hold_fetched(
-        self, session: Session, address: QualifiedKey, fetched: Fetched
-    ) -> Held | None:
-        """As `hold`; also if what came is a copy for this reader alone."""
-        held = self.hold(session, address)
-        is_lent = is_handoff(address[1]) and not session.has_ended
-        if held is None and fetched.held is not None and is_lent:
+        if held is None and fetched.held is not None and is_handoff(address[1]):
             held = self.shelf.pin(fetched.held.item, session.id, session.ranks())
-            self._count(session, held)
+        if held is not None:
+            self.counters.hit(held.item)
+            self.counters.spare(session.encodes)
         return held
 
     def touch(self, session: Session, request: Touch) -> None:
@@ -149,10 +157,6 @@ class Reads:
                 self.counters.hit(item, count)
                 self.counters.spare(session.encodes * count)
 
-    def _count(self, session: Session, held: Held) -> None:
-        self.counters.hit(held.item)
-        self.counters.spare(session.encodes)
-
     # -- what other nodes have
 
     async def bring(
@@ -160,14 +164,13 @@ class Reads:
         address: QualifiedKey,
         wait_seconds: float,
         hold: Callable[[Fetched], T | None],
-        fetching: Callable[[int], None] = lambda nbytes: None,
+        fetching: Fetching = _ignore,
     ) -> T | MissReason:
         """Fetch an absent key as soon as a node has it; a miss after `wait_seconds`.
 
         Returns what `hold` returns for what came, or the reason of the miss. `hold` pins it, or
-        returns None if it is gone again. `fetching` is called with the bytes of a transfer that
-        begins; a transfer has a deadline of its own. A store that hangs is a miss, in time for the
-        client.
+        returns None if it is gone again. A transfer has a deadline of its own. A store that hangs
+        is a miss, in time for the client.
         """
         until = self.loop.time() + wait_seconds
         try:
@@ -180,9 +183,9 @@ class Reads:
 
                 with self.waiting.changes(address, until) as changed:
                     while True:
-                        came: asyncio.Future[_Fetch] = self.loop.create_future()
-                        with self._joined([address], _Reader(partial(_set, came), begun)):
-                            fetched = (await came).result or Fetched(None)
+                        with self._joined([address], begun) as reader:
+                            (fetch,) = await reader.read()
+                            fetched = fetch.result or NOTHING
                             if (found := hold(fetched)) is not None:
                                 return found
                         if self.loop.time() >= until:
@@ -190,28 +193,21 @@ class Reads:
                         bound.reschedule(until + GRACE_SECONDS)
                         await changed()
         except TimeoutError:
-            found = hold(Fetched(None))
+            found = hold(NOTHING)
             return MissReason.STORE_DOWN if found is None else found
 
     async def bring_each(
-        self,
-        addresses: Sequence[QualifiedKey],
-        settle: Callable[[list[tuple[QualifiedKey, Fetched]]], None],
-    ) -> None:
-        """Fetch absent keys; call `settle` with those that came or are missing, as they do.
+        self, addresses: Sequence[QualifiedKey]
+    ) -> AsyncIterator[list[tuple[QualifiedKey, Fetched]]]:
+        """Fetch absent keys; yields those that came or are missing, as they do.
 
-        What came is pinned during that call only.
+        What came is pinned until the next step.
         """
-        came: asyncio.Queue[_Fetch] = asyncio.Queue()
-        reader = _Reader(came.put_nowait)
-        with self._joined(addresses, reader) as fetches:
-            while fetches:
-                settled = [await came.get()]
-                while not came.empty():
-                    settled.append(came.get_nowait())
-                settle([(fetch.address, fetch.result or Fetched(None)) for fetch in settled])
-                for fetch in settled:
-                    fetches.remove(fetch)
+        with self._joined(addresses) as reader:
+            while reader.fetches:
+                came = await reader.read()
+                yield [(fetch.address, fetch.result or NOTHING) for fetch in came]
+                for fetch in came:
                     self._leave(fetch, reader)
 
     def missing(self, address: QualifiedKey) -> MaybeMissed:
@@ -222,10 +218,11 @@ class Reads:
         return "" if found is None else found.reason
 
     def arrived(self, address: QualifiedKey) -> None:
-        """A client of this node inserted the key."""
+        """A client of this node inserted the key: its readers continue."""
         fetch = self._fetches.get(address)
         if fetch is not None:
-            self._settle(fetch, Fetched(None))
+            self._settle(fetch, NOTHING)
+        self.waiting.arrived(address)
 
     def published(self, address: QualifiedKey, *, located: bool) -> None:
         """A reply of the store showed that the key is stored: an earlier "absent" is out of
@@ -243,7 +240,7 @@ class Reads:
         present, unknown = self._known(request)
         return None if unknown else {"present": present}
 
-    async def contains(self, _: Connection, __: Session, request: Contains) -> Fields:
+    async def contains(self, _: Session, request: Contains, __: Fetching) -> Fields:
         """Look up what is not known, as far as the request's budget allows."""
         present, unknown = self._known(request)
         addresses = [(request.namespace, request.keys[index]) for index in unknown]
@@ -269,10 +266,11 @@ class Reads:
     # -- fetches
 
     @contextmanager
-    def _joined(self, addresses: Sequence[QualifiedKey], reader: _Reader) -> Iterator[set[_Fetch]]:
-        """The fetches of these distinct keys; those that are not running begin. Who is done with
-        one before the end of the `with` block takes it out of the set and leaves it."""
-        joined, known, unknown = set(), [], []
+    def _joined(
+        self, addresses: Sequence[QualifiedKey], fetching: Fetching = _ignore
+    ) -> Iterator[_Reader]:
+        """A reader of the fetches of these distinct keys; those that are not running begin."""
+        reader, known, unknown = _Reader(fetching), [], []
         for address in addresses:
             fetch = self._fetches.get(address)
             if fetch is None:
@@ -285,21 +283,23 @@ class Reads:
                 else:
                     known.append((fetch, found))
             elif fetch.nbytes is not None:
-                reader.fetching(fetch.nbytes)
+                fetching(fetch.nbytes)
             fetch.readers.append(reader)
-            joined.add(fetch)
+            reader.fetches.add(fetch)
         try:
-            unknown += self._begin(known)
+            if known:
+                self._begin(known)
             if unknown:
                 task = self.loop.create_task(self._locate(unknown))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            yield joined
+            yield reader
         finally:
-            for fetch in joined:
+            for fetch in tuple(reader.fetches):
                 self._leave(fetch, reader)
 
     def _leave(self, fetch: _Fetch, reader: _Reader) -> None:
+        reader.fetches.remove(fetch)
         fetch.readers.remove(reader)
         if not fetch.readers and fetch.result is not None:
             self._release(fetch.result)
@@ -322,9 +322,8 @@ class Reads:
                 continue  # inserted here meanwhile
             if found.sources and found.record is not None:
                 fetch.nbytes = found.record.nbytes
-                fetched = partial(self._fetched, fetch)
                 loan = is_handoff(fetch.address[1])
-                wanted.append(Wanted(fetch.address, found, fetched, loan))
+                wanted.append(Wanted(fetch.address, found, partial(self._settle, fetch), loan))
                 for reader in fetch.readers:
                     reader.fetching(fetch.nbytes)
             elif was_doubted:
@@ -334,30 +333,20 @@ class Reads:
         self.fetcher.fetch(wanted)
         return again
 
-    def _fetched(self, fetch: _Fetch, fetched: Fetched) -> None:
+    def _settle(self, fetch: _Fetch, fetched: Fetched) -> None:
+        """This is the result of a fetch, unless an insert of this node came first."""
         if fetched.reason == MissReason.STALE:
             self.locator.forget(fetch.address)
         if fetch.result is None:
-            self._settle(fetch, fetched)
-        else:  # inserted here meanwhile
-            self._release(fetched)
-
-    def _settle(self, fetch: _Fetch, fetched: Fetched) -> None:
-        if fetch.result is not None:
-            return
-        if self._fetches.get(fetch.address) is fetch:
-            del self._fetches[fetch.address]
-        fetch.result = fetched
-        for reader in fetch.readers:
-            reader.came(fetch)
-        if not fetch.readers:
-            self._release(fetched)
+            if self._fetches.get(fetch.address) is fetch:
+                del self._fetches[fetch.address]
+            fetch.result = fetched
+            for reader in fetch.readers:
+                reader.tell(fetch)
+            if fetch.readers:
+                return  # the last of them releases it
+        self._release(fetched)
 
     def _release(self, fetched: Fetched) -> None:
         if fetched.held is not None:
             self.shelf.release([fetched.held.ticket], FETCH_OWNER)
-
-
-def _set(came: "asyncio.Future[_Fetch]", fetch: _Fetch) -> None:
-    if not came.done():  # else its reader is being cancelled
-        came.set_result(fetch)

@@ -24,7 +24,7 @@ from lookup_buffer.node.devices import Lanes
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.prefetch import Prefetches
-from lookup_buffer.node.read import Reads
+from lookup_buffer.node.read import Fetching, Reads
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.session import Fields, Seat, Session
 from lookup_buffer.node.shelf import Shelf
@@ -77,6 +77,9 @@ TRY_AGAIN_SECONDS = 0.05
 """Pause before the next accept, if the process has no free descriptor."""
 
 
+Later = Callable[[Session, Any, Fetching], Coroutine[Any, Any, Fields]]
+
+
 class Handler(NamedTuple):
     """`now` answers at once, or returns None: then `later` answers, or the request is one-way.
 
@@ -85,7 +88,7 @@ class Handler(NamedTuple):
     """
 
     now: Callable[[Session, Any], Fields | None] | None = None
-    later: Callable[[Connection, Session, Any], Coroutine[Any, Any, Fields]] | None = None
+    later: Later | None = None
 
 
 @dataclass(slots=True)
@@ -260,14 +263,13 @@ class Server:
             session.start_on(connection, self._answer_later, connection, session, request, later)
 
     async def _answer_later(
-        self,
-        connection: Connection,
-        session: Session,
-        request: Request,
-        later: Callable[[Connection, Session, Any], Coroutine[Any, Any, Fields]],
+        self, connection: Connection, session: Session, request: Request, later: Later
     ) -> None:
+        def fetching(nbytes: int) -> None:
+            connection.send({"id": request.id, "fetching": nbytes})
+
         try:
-            answer = await later(connection, session, request)
+            answer = await later(session, request, fetching)
         except LookupBufferError as error:
             connection.send(error_reply(request.id, error))
         else:
@@ -296,10 +298,7 @@ class Server:
         taken = self.takes.take_here(session, request)
         return None if taken is None else self._taken(taken)
 
-    async def _take(self, connection: Connection, session: Session, request: Take) -> Fields:
-        def fetching(nbytes: int) -> None:
-            connection.send({"id": request.id, "fetching": nbytes})
-
+    async def _take(self, session: Session, request: Take, fetching: Fetching) -> Fields:
         found = await self.takes.take(session, request, fetching)
         if isinstance(found, Taken):
             return self._taken(found)
@@ -315,18 +314,16 @@ class Server:
         won = self.takes.acknowledge(session, request.token)
         return {"won": won.result()} if won.done() else None
 
-    async def _acknowledge(self, _: Connection, session: Session, request: Acknowledge) -> Fields:
+    async def _acknowledge(self, session: Session, request: Acknowledge, _: Fetching) -> Fields:
         return {"won": await asyncio.shield(self.takes.acknowledge(session, request.token))}
 
     def _give_back(self, session: Session, request: GiveBack) -> None:
         self.takes.give_back(session, request.token)
 
-    async def _claim(self, _: Connection, session: Session, request: Claim) -> Fields:
+    async def _claim(self, session: Session, request: Claim, _: Fetching) -> Fields:
         return (await self.claims.claim(session, request)).to_fields()
 
-    async def _release_claim(
-        self, _: Connection, session: Session, request: ReleaseClaim
-    ) -> Fields:
+    async def _release_claim(self, session: Session, request: ReleaseClaim, _: Fetching) -> Fields:
         return {"released": await self.claims.release(session, request)}
 
     def _claim_all(self, session: Session, request: ClaimAll) -> None:
@@ -406,7 +403,9 @@ class Server:
         process = anchor.process() if anchor.pid == 0 else None  # it certainly lives now
         try:
             try:
-                says_goodbye = await session.run(partial(self._open, session, request))
+                if not session.has_ended:  # by what came with its Hello
+                    self._open(session, request)
+                says_goodbye = await session.run()
             finally:
                 self._sessions.pop(session.id, None)
                 self.lanes.close(session)

@@ -87,15 +87,12 @@ class Session:
         """Send an event of `request` on the main connection."""
         self.anchor.send({"id": request.id, **event})
 
-    async def run(self, opened: Callable[[], object]) -> bool:
-        """Call `opened`, and run requests until `end`; then cancel those that wait.
-
-        Returns what `end` was called with.
-        """
+    async def run(self) -> bool:
+        """Run requests until `end`; then cancel those that wait. Returns what `end` was called
+        with."""
         try:
             if not self.has_ended:  # by what came with its Hello
                 async with asyncio.TaskGroup() as self._requests:
-                    opened()
                     await self._ending.wait()
                     raise _Over
         except* _Over:

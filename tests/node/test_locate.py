@@ -1,12 +1,13 @@
 """The locator: while its store cannot be opened, what it answers from its mirror, and without."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from awaited import at_once, awaited
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.node.locate import NOT_REACHED, Located, Locator
+from lookup_buffer.node.locate import NOT_REACHED, Located, Locator, Waiting
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.shm.index import RemoteIndex, RemoteIndexReader, digest_of
@@ -61,9 +62,6 @@ def without_the_loop(url: str, act: Callable[[BlockingStore], object]) -> None:
         thread.submit(run).result()
 
 
-def nothing() -> None: ...
-
-
 def test_a_cancelled_wait_is_dropped() -> None:
     asyncio.run(_a_cancelled_wait_is_dropped())
 
@@ -71,16 +69,26 @@ def test_a_cancelled_wait_is_dropped() -> None:
 async def _a_cancelled_wait_is_dropped() -> None:
     storage = Unopened()
     locator = locator_on(storage)
+    waiting = Waiting(asyncio.get_running_loop(), locator)
     locator.start()
-    kept = locator.watch(("ns", "kept"), nothing)
-    for n in range(100):
-        locator.watch(("ns", f"k{n}"), nothing)()
-    assert await look_up(locator, "ns", "k") == NOT_REACHED
+
+    async def wait(key: str) -> None:
+        with waiting.changes(("ns", key), math.inf) as changed:
+            while True:
+                await changed()
+
+    kept, *others = (asyncio.ensure_future(wait(f"k{n}")) for n in range(100))
     await asyncio.sleep(0)
-    assert len(locator._tasks) == 1, "only who still waits"
+    for one in others:
+        one.cancel()
+    assert await look_up(locator, "ns", "k") == NOT_REACHED
+    await asyncio.wait(others)
+    assert list(waiting._waiters) == [("ns", "k0")], "only who still waits"
     assert await look_up(locator, "ns", "k") == NOT_REACHED
     assert storage.tried == 1, "it is not tried again so soon"
-    kept()
+    kept.cancel()
+    await asyncio.wait([kept])
+    assert not waiting._waiters
     locator.close()
 
 

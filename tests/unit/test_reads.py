@@ -113,14 +113,13 @@ class Node:
     def bring(
         self, address: QualifiedKey, wait_seconds: float = 0.0
     ) -> Coroutine[Any, Any, Held | MissReason]:
-        hold = partial(self.reads.hold_fetched, self.session, address)
+        hold = partial(self.reads.hold, self.session, address)
         return self.reads.bring(address, wait_seconds, hold)
 
     def insert(self, address: QualifiedKey) -> None:
         """As `Inserts`: the item is pinned while its readers are told."""
         pin = self.shelf.commit(reserve(self.shelf, address), 1, LOCAL)
         self.reads.arrived(address)
-        self.waiting.arrived(address)
         self.shelf.release([pin.ticket], LOCAL)
 
     async def rest(self) -> None:
@@ -263,10 +262,8 @@ def test_many_keys_are_settled_as_they_come_and_held_no_longer() -> None:
         node.locator.found = lambda each: at(each) if each[1] != "k3" else nowhere(each)
         came: list[tuple[QualifiedKey, str]] = []
 
-        def settle(settled: list[tuple[QualifiedKey, Fetched]]) -> None:
+        async for settled in node.reads.bring_each(addresses):
             came.extend((address, fetched.reason) for address, fetched in settled)
-
-        await node.reads.bring_each(addresses, settle)
         assert (node.locator.looks, len(came)) == (1, 10)
         assert came[0] == (addresses[3], "absent"), "the miss does not wait for the transfers"
         assert {reason for _, reason in came[1:]} == {""}
@@ -304,14 +301,13 @@ def test_a_read_of_many_that_is_cancelled_at_any_wait_leaves_nothing() -> None:
         node.locator.found = lambda each: at(each) if each[1] != "k1@r" else nowhere(each)
         addresses = [(NAMESPACE, f"k{n}@r") for n in range(3)]
 
+        async def read() -> None:
+            async for _ in node.reads.bring_each(addresses):
+                pass
+
         async def check() -> None:
             await node.rest()
 
-        assert (
-            await cancel_at_each_wait(
-                lambda: node.reads.bring_each(addresses, lambda _: None), check
-            )
-            >= 2
-        )
+        assert await cancel_at_each_wait(read, check) >= 2
 
     run(test)

@@ -76,7 +76,7 @@ class Prefetching(Node):
     async def _serve(self) -> None:
         """As the server does it."""
         try:
-            await self.session.run(lambda: None)
+            await self.session.run()
         finally:
             self.shelf.release_all(self.session.id)
 
@@ -278,7 +278,7 @@ def test_what_is_located_in_time_counts_though_its_timer_is_due() -> None:
     nothing: Any = Nothing()
     reads = Reads(loop, nothing, slow, none, none, Counters(), "boot")
     request = Contains(1, NAMESPACE, ["k"], 0.05)
-    task = loop.create_task(reads.contains(none, none, request))
+    task = loop.create_task(reads.contains(none, request, none))
     loop.run(0.04)
     loop.now = 0.06
     loop.run(0.1)
