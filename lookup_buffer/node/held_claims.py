@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.session import Owner, Session
+from lookup_buffer.node.connection import Owner, Session
 from lookup_buffer.times import PROMISE_SECONDS
 from store import ClaimState
 

@@ -24,12 +24,11 @@ from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.claims import Claims
-from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.connection import Connection, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import TTL_SECONDS, Handoffs
 from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.locate import Waiting
-from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_fields

@@ -1,10 +1,10 @@
 """The node: builds its parts, runs the loop until it is stopped, and closes them in order.
 
 This is the map of the folder. An arrow is a call; in brackets the thread of what is called, if it
-is not the loop's. The loop's thread is the process's main thread. `connection`,
-`counters`, `loop`, `identity` and `breaker` are used by many and not drawn.
+is not the loop's. The loop's thread is the process's main thread. `counters`, `loop`, `identity`
+and `breaker` are used by many and not drawn, nor is `connection` to other nodes.
 
-    clients ─► server ─► session                    a call or a task for each request
+    clients ─► connection ─► server                 a call or a task for each request
       server ─► shelf                               pins
       server ─► insert ─► shelf                     insert; copies above 512 KiB [lb-copy]
                ├─► handoffs                         hand-offs that wait for space

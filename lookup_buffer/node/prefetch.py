@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from lookup_buffer.errors import BufferFull, MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.connection import Fields, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.read import NOTHING, Reads
-from lookup_buffer.node.session import Fields, Session
 from lookup_buffer.node.transfer import Fetched
 from lookup_buffer.protocol.messages import ClaimAll, Prefetch
 

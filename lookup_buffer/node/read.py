@@ -15,9 +15,9 @@ from typing import Final, TypeVar
 
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey, is_handoff
+from lookup_buffer.node.connection import Fields, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located, Locator, Waiting
-from lookup_buffer.node.session import Fields, Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
 from lookup_buffer.protocol.messages import Contains, Select, Touch

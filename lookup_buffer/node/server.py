@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from lookup_buffer.errors import LookupBufferError, MissReason, NodeRefused, ProtocolError
 from lookup_buffer.node.claims import Claims
-from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.connection import Connection, Fields, Seat, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes
 from lookup_buffer.node.identity import Identity
@@ -26,7 +26,6 @@ from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.prefetch import Prefetches
 from lookup_buffer.node.read import Fetching, Reads
 from lookup_buffer.node.registrar import Registrar
-from lookup_buffer.node.session import Fields, Seat, Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.takes import Taken, Takes
 from lookup_buffer.protocol.messages import (

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from lookup_buffer.errors import MissReason, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
+from lookup_buffer.node.connection import Session
 from lookup_buffer.node.handoffs import Handoffs, Lease
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.locate import Located, Locator, Waiting
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.owners import UNREACHED, Answer, Owners, again_seconds
-from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
 from lookup_buffer.protocol.messages import Acknowledge, GiveBack, Take

@@ -13,11 +13,10 @@ import pytest
 
 from lookup_buffer.device.lane import DeviceLane
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.connection import Connection, Seat, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes, Pools
 from lookup_buffer.node.locate import Located
-from lookup_buffer.node.session import Seat, Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.framing import FrameDecoder
 from store import DeviceLocation, Location

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from lookup_buffer.errors import NodeUnavailable
+from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.insert import Arrivals, Inserts
 from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.locate import Waiting
-from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome

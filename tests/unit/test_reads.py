@@ -13,10 +13,10 @@ import pytest
 from cancelling import cancel_at_each_wait
 from lookup_buffer.errors import BufferFull, MissReason
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located, Waiting
 from lookup_buffer.node.read import Reads
-from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Wanted
 from lookup_buffer.protocol.header import TensorHeader

@@ -15,13 +15,12 @@ import pytest
 from lookup_buffer.errors import MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arbiter import Decision
-from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.connection import Connection, Seat, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import NOT_REACHED, Located, Locator
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.prefetch import AWAITED_MAX, Prefetches
 from lookup_buffer.node.read import Reads
-from lookup_buffer.node.session import Seat, Session
 from lookup_buffer.node.transfer import Wanted
 from lookup_buffer.protocol.framing import FrameDecoder
 from lookup_buffer.protocol.messages import (

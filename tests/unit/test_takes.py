@@ -12,12 +12,12 @@ import pytest
 from cancelling import cancel_at_each_wait
 from lookup_buffer.errors import MissReason
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.locate import Located, Waiting
 from lookup_buffer.node.owners import UNREACHED, Answer
-from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.takes import Taken, Takes
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Wanted
