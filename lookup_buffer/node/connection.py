@@ -213,10 +213,6 @@ class Connection:
         self._flush()
 
 
-class _Over(Exception):
-    """Cancels what the session still waits for."""
-
-
 @dataclass(frozen=True, slots=True)
 class Seat:
     """Which rank of which engine a client is. `rank` None: the scheduler."""
@@ -279,21 +275,19 @@ class Session:
         self.anchor.send({"id": request.id, **event})
 
     async def run(self) -> bool:
-        """Run requests until `end`; then cancel those that wait. Returns what `end` was called
-        with."""
+        """Run requests until `end`, which cancels those that wait. Returns what that was called
+        with, once the last of them has ended."""
         try:
             if not self.has_ended:  # by what came with its Hello
                 async with asyncio.TaskGroup() as self._requests:
                     await self._ending.wait()
-                    raise _Over
-        except* _Over:
-            pass
         finally:  # also if the node ends
             self.end(says_goodbye=False)
         return self._says_goodbye is True
 
     def end(self, *, says_goodbye: bool) -> None:
-        """Take no more requests, and close the connections. Idempotent."""
+        """Take no more requests, and close the connections, which cancels those that wait.
+        Idempotent."""
         self._requests = None
         if self._says_goodbye is None:
             self._says_goodbye = says_goodbye
