@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey, is_handoff
-from lookup_buffer.node.connection import Fields, Session
+from lookup_buffer.node.connection import Connection, Fields, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located, Locator, Waiting
 from lookup_buffer.node.shelf import Held, Shelf
@@ -101,9 +101,13 @@ class Reads:
         reason = "" if request.wait_seconds else self.missing(address)
         return self.missed(reason) if reason else None
 
-    async def select(self, session: Session, request: Select, fetching: Fetching) -> Fields:
+    async def select(self, connection: Connection, session: Session, request: Select) -> Fields:
         """Fetch an item that is absent here; wait for it if the request says so."""
         address = (request.namespace, request.key)
+
+        def fetching(nbytes: int) -> None:
+            connection.send({"id": request.id, "fetching": nbytes})
+
         hold = partial(self.hold, session, address)
         found = await self.bring(address, request.wait_seconds, hold, fetching)
         if isinstance(found, Held):
@@ -240,7 +244,7 @@ class Reads:
         present, unknown = self._known(request)
         return None if unknown else {"present": present}
 
-    async def contains(self, _: Session, request: Contains, __: Fetching) -> Fields:
+    async def contains(self, _: Connection, __: Session, request: Contains) -> Fields:
         """Look up what is not known, as far as the request's budget allows."""
         present, unknown = self._known(request)
         addresses = [(request.namespace, request.keys[index]) for index in unknown]
@@ -317,7 +321,6 @@ class Reads:
         """Begin the transfers, and settle misses. Returns those whose look-up must be repeated."""
         again, wanted = [], []
         for fetch, found in fetches:
-            was_doubted, fetch.is_doubted = fetch.is_doubted, False
             if fetch.result is not None:
                 continue  # inserted here meanwhile
             if found.sources and found.record is not None:
@@ -326,7 +329,8 @@ class Reads:
                 wanted.append(Wanted(fetch.address, found, partial(self._settle, fetch), loan))
                 for reader in fetch.readers:
                     reader.fetching(fetch.nbytes)
-            elif was_doubted:
+            elif fetch.is_doubted:
+                fetch.is_doubted = False
                 again.append(fetch)
             else:
                 self._settle(fetch, Fetched(None, found.reason))

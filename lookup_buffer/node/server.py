@@ -24,7 +24,7 @@ from lookup_buffer.node.devices import Lanes
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.prefetch import Prefetches
-from lookup_buffer.node.read import Fetching, Reads
+from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.takes import Taken, Takes
@@ -76,7 +76,7 @@ TRY_AGAIN_SECONDS = 0.05
 """Pause before the next accept, if the process has no free descriptor."""
 
 
-Later = Callable[[Session, Any, Fetching], Coroutine[Any, Any, Fields]]
+Later = Callable[[Connection, Session, Any], Coroutine[Any, Any, Fields]]
 
 
 class Handler(NamedTuple):
@@ -264,11 +264,8 @@ class Server:
     async def _answer_later(
         self, connection: Connection, session: Session, request: Request, later: Later
     ) -> None:
-        def fetching(nbytes: int) -> None:
-            connection.send({"id": request.id, "fetching": nbytes})
-
         try:
-            answer = await later(session, request, fetching)
+            answer = await later(connection, session, request)
         except LookupBufferError as error:
             connection.send(error_reply(request.id, error))
         else:
@@ -297,7 +294,10 @@ class Server:
         taken = self.takes.take_here(session, request)
         return None if taken is None else self._taken(taken)
 
-    async def _take(self, session: Session, request: Take, fetching: Fetching) -> Fields:
+    async def _take(self, connection: Connection, session: Session, request: Take) -> Fields:
+        def fetching(nbytes: int) -> None:
+            connection.send({"id": request.id, "fetching": nbytes})
+
         found = await self.takes.take(session, request, fetching)
         if isinstance(found, Taken):
             return self._taken(found)
@@ -313,16 +313,18 @@ class Server:
         won = self.takes.acknowledge(session, request.token)
         return {"won": won.result()} if won.done() else None
 
-    async def _acknowledge(self, session: Session, request: Acknowledge, _: Fetching) -> Fields:
+    async def _acknowledge(self, _: Connection, session: Session, request: Acknowledge) -> Fields:
         return {"won": await asyncio.shield(self.takes.acknowledge(session, request.token))}
 
     def _give_back(self, session: Session, request: GiveBack) -> None:
         self.takes.give_back(session, request.token)
 
-    async def _claim(self, session: Session, request: Claim, _: Fetching) -> Fields:
+    async def _claim(self, _: Connection, session: Session, request: Claim) -> Fields:
         return (await self.claims.claim(session, request)).to_fields()
 
-    async def _release_claim(self, session: Session, request: ReleaseClaim, _: Fetching) -> Fields:
+    async def _release_claim(
+        self, _: Connection, session: Session, request: ReleaseClaim
+    ) -> Fields:
         return {"released": await self.claims.release(session, request)}
 
     def _claim_all(self, session: Session, request: ClaimAll) -> None:

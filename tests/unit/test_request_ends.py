@@ -277,7 +277,7 @@ def test_what_is_located_in_time_counts_though_its_timer_is_due() -> None:
     nothing: Any = Nothing()
     reads = Reads(loop, nothing, slow, none, none, Counters(), "boot")
     request = Contains(1, NAMESPACE, ["k"], 0.05)
-    task = loop.create_task(reads.contains(none, request, none))
+    task = loop.create_task(reads.contains(none, none, request))
     loop.run(0.04)
     loop.now = 0.06
     loop.run(0.1)
