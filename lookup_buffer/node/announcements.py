@@ -15,6 +15,7 @@ publisher's reports. Runs on the loop's thread.
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -30,7 +31,7 @@ from lookup_buffer.node.owners import GONE, UNREACHED, Answer, Owners
 from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.protocol.messages import Holds, InsertOutcome
+from lookup_buffer.protocol.messages import InsertOutcome
 from lookup_buffer.times import INSERT_LEAST_SECONDS
 from store import GoneReason, Location, Publication
 
@@ -47,7 +48,12 @@ class _Insert:
     """One insert that waits for the confirmation."""
 
     item: Item
-    outcome: "asyncio.Future[InsertOutcome]"
+    outcome: InsertOutcome | None = None
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def settle(self, outcome: InsertOutcome) -> None:
+        self.outcome = outcome
+        self.settled.set()
 
 
 @dataclass(slots=True)
@@ -64,8 +70,6 @@ class Announcements:
     _inserts: dict[QualifiedKey, list[_Insert]] = field(default_factory=dict)
     _contests: dict[QualifiedKey, "asyncio.Task[None]"] = field(default_factory=dict)
     """Keys whose record names another node instead of this one."""
-    _published: dict[QualifiedKey, "asyncio.Future[None]"] = field(default_factory=dict)
-    """Contests whose location was sent to the store again: set by its next report."""
 
     async def confirm(self, item: Item, until: float) -> InsertOutcome:
         """Confirm the ownership of `item`, which was just committed.
@@ -76,70 +80,56 @@ class Announcements:
             NodeUnavailable: that node does not answer until `until`, by the loop's clock.
         """
         until = max(until, self.loop.time() + INSERT_LEAST_SECONDS)
-        one, address = _Insert(item, self.loop.create_future()), item.address
-        self._inserts.setdefault(address, []).append(one)
+        one, address = _Insert(item), item.address
+        inserts = self._inserts.setdefault(address, [])
+        inserts.append(one)
         self.handoffs.hold_back(address)
-        look = self.loop.call_later(LOOK_SECONDS, self._look, one, until)
         try:
-            return await one.outcome
+            while one.outcome is None:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await one.settled.wait()
+                if one.outcome is None:
+                    self._look(one, until)
+            return one.outcome
         finally:
-            look.cancel()
-            self._leave(one)
+            inserts.remove(one)
+            if not inserts:
+                del self._inserts[address]
+                self.handoffs.arrived(address)
+
+    def _look(self, one: _Insert, until: float) -> None:
+        """Settle the insert if the store has failed, or if it is too late."""
+        is_late, address = self.loop.time() >= until, one.item.address
+        if address not in self._contests:
+            if is_late or self.registrar.failing or one.item.gone:
+                one.settle(InsertOutcome.STORED)
+        elif is_late:
+            self.shelf.remove(one.item, GoneReason.ELSEWHERE)
+            raise NodeUnavailable(
+                f"{address[1]} was not stored: the store names another node as its owner, "
+                "which does not answer; insert it again"
+            )
 
     def handle_reports(self, reports: Sequence[Report]) -> None:
         """Take the store's results for the hand-offs of one batch."""
         for address, generation, outcome in reports:
-            published = self._published.pop(address, None)
-            if outcome is Publication.OWNED:
-                if published is not None:  # another node published first
-                    if not published.done():  # else the contest is being cancelled
-                        published.set_result(None)
-                elif address not in self._contests:
+            contest = self._contests.get(address)
+            if outcome is Publication.OWNED:  # another node published first
+                if contest is None:
                     self._contests[address] = self.loop.create_task(self._contend(address))
                 continue
-            self._end_contest(address)
-            for one in list(self._inserts.get(address, ())):
-                if one.item.generation <= generation and not one.outcome.done():
-                    one.outcome.set_result(InsertOutcome.STORED)
-
-    def _look(self, one: _Insert, until: float) -> None:
-        """Settle the insert if the store has failed, or if it is too late."""
-        if one.outcome.done():
-            return
-        is_late, address = self.loop.time() >= until, one.item.address
-        if address not in self._contests:
-            if is_late or self.registrar.failing or one.item.gone:
-                one.outcome.set_result(InsertOutcome.STORED)
-        elif is_late:
-            self.shelf.remove(one.item, GoneReason.ELSEWHERE)
-            one.outcome.set_exception(
-                NodeUnavailable(
-                    f"{address[1]} was not stored: the store names another node as its owner, "
-                    "which does not answer; insert it again"
-                )
-            )
-            if all(other.outcome.done() for other in self._inserts[address]):
-                self._end_contest(address)
-        if not one.outcome.done():
-            self.loop.call_later(LOOK_SECONDS, self._look, one, until)
-
-    def _leave(self, one: _Insert) -> None:
-        address = one.item.address
-        inserts = self._inserts[address]
-        inserts.remove(one)
-        if not inserts:
-            del self._inserts[address]
-            self.handoffs.arrived(address)
+            if contest is not None:
+                self._contests.pop(address).cancel()
+            for one in self._inserts.get(address, ()):
+                if one.item.generation <= generation and one.outcome is None:
+                    one.settle(InsertOutcome.STORED)
 
     # -- another node's location is present
 
-    def _end_contest(self, address: QualifiedKey) -> None:
-        contest = self._contests.pop(address, None)
-        if contest is not None:
-            contest.cancel()
-
     async def _contend(self, address: QualifiedKey) -> None:
-        """Until the store names this node (then the task is cancelled), or the item is gone."""
+        """Drop the item if another node has it; or else publish it in place of the others, whose
+        report ends this contest or begins the next."""
         try:
             while self.shelf.peek(address) is not None:
                 others = await self._others(address)
@@ -155,11 +145,9 @@ class Announcements:
                 if UNREACHED in fates or not others:  # not others: the store may not answer
                     await asyncio.sleep(AGAIN_SECONDS)
                 if UNREACHED not in fates:
-                    published = self._published[address] = self.loop.create_future()
                     self.registrar.changed(address, "", void=tuple(others))
-                    await published
+                    return
         finally:
-            self._published.pop(address, None)
             if self._contests.get(address) is asyncio.current_task():
                 del self._contests[address]
 
@@ -175,8 +163,7 @@ class Announcements:
         endpoint = self.directory.endpoint(location)
         if endpoint is None:
             return GONE if self.directory.is_dead(location) else UNREACHED
-        owner = self.owners.at(location, endpoint)
-        return await owner.ask(Holds(self.owners.next_number(), *address))
+        return await self.owners.at(location, endpoint).holds(address)
 
     def _lose(self, address: QualifiedKey, holder: str) -> None:
         item = self.shelf.peek(address)
@@ -188,6 +175,6 @@ class Announcements:
                 address[1], item.generation, address[0], holder,
             )  # fmt: skip
             self.shelf.remove(item, GoneReason.ELSEWHERE)
-        for one in list(self._inserts.get(address, ())):
-            if not one.outcome.done():
-                one.outcome.set_result(InsertOutcome.EXISTS)
+        for one in self._inserts.get(address, ()):
+            if one.outcome is None:
+                one.settle(InsertOutcome.EXISTS)

@@ -32,7 +32,7 @@ and `breaker` are used by many and not drawn, nor is `connection` to other nodes
                └─► devices                          other nodes' device pools
 
     other nodes ─► peers ─► shelf                   sends tensors [lb-send]
-                    └─► handoffs                    takers of other nodes
+                    └─► owners ─► handoffs          takers of other nodes
     Prometheus, probes, browsers ─► the dashboard's process, which `http` keeps running
                      ├─► server                     /metrics and /healthz, by a message
                      └─► store                      the page
@@ -60,15 +60,15 @@ from lookup_buffer.node.arbiter import Arbiter
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes, Pools, Sightings
-from lookup_buffer.node.handoffs import Askers, Handoffs
+from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.held_claims import HeldClaims
 from lookup_buffer.node.http import HttpProcess
 from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.insert import Arrivals, Inserts
+from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.locate import LOOK_AGAIN_SECONDS, POLL_SECONDS, Locator, Waiting
 from lookup_buffer.node.loop import BlockedLog, NodeLoop
 from lookup_buffer.node.membership import Directory
-from lookup_buffer.node.owners import Owners
+from lookup_buffer.node.owners import Askers, Owners
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.read import Reads
@@ -168,9 +168,8 @@ class Node:
             loop, self._held_claims, Arbiter(loop, self._locator), self._identity, shelf, waiting,
             reads, self._registrar, self._counters,
         )  # fmt: skip
-        arrivals = Arrivals(loop, shelf, handoffs, waiting)
         self._inserts = Inserts(
-            loop, shelf, self._counters, waiting, arrivals, self._claims, self._announcements,
+            loop, shelf, self._counters, waiting, handoffs, self._claims, self._announcements,
             reads.arrived,
         )  # fmt: skip
         takes = Takes(

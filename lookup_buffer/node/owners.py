@@ -1,9 +1,11 @@
-"""The taker's side of hand-offs on other nodes: one connection to each owner node.
+"""Hand-offs between two nodes: both ends of the connection from a taker's node to the owner node.
 
 Requests are multiplexed, since a taker may be queued for long. When the connection ends, its
 pending requests get `unreached`, and the owner gives the leases on it back. A connection that ends
-or cannot be made does not mean that the node is dead; only `membership` judges that. Called by
-`takes` and `announcements` on the loop's thread.
+or cannot be made does not mean that the node is dead; only `membership` judges that.
+
+`Owners` are queried by `takes` and `announcements`; `Askers` are the owner's side, admitted by
+`peers`. All runs on the loop's thread.
 """
 
 import asyncio
@@ -14,18 +16,31 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from lookup_buffer.errors import LookupBufferError, ProtocolError
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.handoffs import Handoffs, Lease
 from lookup_buffer.node.links import HANDOFFS, Link, dial
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.protocol.fields import is_count, is_seconds
-from lookup_buffer.protocol.messages import GiveBack, Leave, Request
-from lookup_buffer.times import OWNER_IDLE_SECONDS
+from lookup_buffer.protocol.messages import (
+    Acknowledge,
+    GiveBack,
+    Holds,
+    Leave,
+    Request,
+    Take,
+    parse,
+)
+from lookup_buffer.times import CALL_SECONDS, NODE_SHARE, OWNER_IDLE_SECONDS
 from store import Location
 
 AGAIN_SECONDS: Final = 0.05
 AGAIN_SECONDS_MAX: Final = 0.4
 AGAIN_PART_MIN: Final = 0.25
 """Jitter: a pause is at least this fraction of its maximum."""
+TAKES_MAX: Final = 4096
+"""Bound on the queued takers of one other node."""
 
 
 class Answer(NamedTuple):
@@ -85,6 +100,9 @@ def again_seconds(failures: int) -> float:
     return longest * random.uniform(AGAIN_PART_MIN, 1.0)
 
 
+# -- the taker's side
+
+
 @dataclass(slots=True, eq=False)
 class Owner:
     """One boot of another node, and the connection to it.
@@ -96,17 +114,15 @@ class Owner:
     location: Location
     endpoint: str
     loop: asyncio.AbstractEventLoop
-    connect: Callable[["Owner"], None]
-    """Connect in the background, then call `connected` or `unreached`."""
-    over: bool = False
+    token: str | None
     _used_until: float = 0.0
     """The end of the last lease on it, or the time of the last message."""
     _connection: Connection | None = None
-    _connecting: bool = False
-    _pause: asyncio.TimerHandle | None = None
+    _connecting: "asyncio.Task[None] | None" = None
     _failures: int = 0
     """Connections that failed or ended since the last reply."""
     _not_before: float = 0.0
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _asked: dict[int, tuple[Request, "asyncio.Future[Answer]"]] = field(default_factory=dict)
     """Requests without a reply; without a connection they are sent once there is one."""
 
@@ -115,73 +131,100 @@ class Owner:
         """Whether it has no requests, and has had none for OWNER_IDLE_SECONDS."""
         return not self._asked and self.loop.time() > self._used_until + OWNER_IDLE_SECONDS
 
-    def ask(self, request: Request) -> "asyncio.Future[Answer]":
-        """Send a request; the result is its answer, or its fate.
+    async def take(self, address: QualifiedKey, until: float) -> Answer:
+        """Take the item at `address`, or queue for it until `until`, by the loop's clock.
 
-        Who cancels the future of a `Take` calls `leave`; a lease that was granted nevertheless is
-        given back.
+        At the deadline the owner is sent `Leave`, and answers that: only this shows that it did
+        receive the Take. A lease that no one here gets is given back.
         """
+        patience = max(0.0, until - self.loop.time())
+        request = Take(next(self._numbers), *address, patience)
+        asked = self._ask(request)
+        leave = self.loop.call_at(until, self._leave, request.id) if patience else None
+        try:
+            async with asyncio.timeout_at(until + NODE_SHARE * CALL_SECONDS):
+                return await asked
+        except TimeoutError:
+            if not asked.cancelled():
+                return asked.result()
+            self._leave(request.id)
+            return UNREACHED
+        except asyncio.CancelledError:
+            if asked.cancelled():
+                self._leave(request.id)
+            elif asked.result().state == "leased":  # it came in the same turn
+                self.give_back(asked.result().token)
+            raise
+        finally:
+            if leave is not None:
+                leave.cancel()
+
+    def acknowledge(self, token: int) -> "asyncio.Future[Answer]":
+        return self._ask(Acknowledge(next(self._numbers), token))
+
+    def holds(self, address: QualifiedKey) -> "asyncio.Future[Answer]":
+        """Whether it has the item: present or absent."""
+        return self._ask(Holds(next(self._numbers), *address))
+
+    def give_back(self, token: int) -> None:
+        """Without a connection it is not needed: with its end the owner has the item back."""
+        self._say(GiveBack(next(self._numbers), token))
+
+    def end(self, answer: Answer) -> None:
+        """Answer all pending requests with `answer`, and close the connection. Idempotent."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._answer_all(answer)
+        if self._connection is not None:
+            self._connection.end(None)
+
+    def _ask(self, request: Request) -> "asyncio.Future[Answer]":
+        """Send a request; the result is its answer, or its fate."""
         answer: asyncio.Future[Answer] = self.loop.create_future()
         self._asked[request.id] = request, answer
         self._use(0.0)
         if self._connection is not None:
             self._connection.send(request.to_wire())
-        elif not self._connecting and self._pause is None:
-            self._pause = self.loop.call_at(self._not_before, self._connect)
+        elif self._connecting is None or self._connecting.done():
+            self._connecting = self.loop.create_task(self._connect())
         return answer
 
-    def say(self, request: Request) -> None:
-        """Send a one-way message about a lease of this connection; without a connection it is
-        not needed."""
+    def _say(self, request: Request) -> None:
         if self._connection is not None:
             self._use(0.0)
             self._connection.send(request.to_wire())
 
-    def leave(self, number: int, take: int) -> None:
+    def _leave(self, take: int) -> None:
         """The taker of `take`, the id of a `Take`, waits no longer. If it has been sent, it is
         still answered."""
         if self._connection is None:
-            asked = self._asked.pop(take, None)
+            _, asked = self._asked.pop(take, (None, None))
             if asked is not None:
-                _set(asked[1], UNREACHED)
-        self.say(Leave(number, take))
+                _set(asked, UNREACHED)
+        self._say(Leave(next(self._numbers), take))
 
-    def connected(self, link: Link) -> None:
-        self._connecting = False
-        if self.over:
-            link.stream.close()
+    async def _connect(self) -> None:
+        if (pause := self._not_before - self.loop.time()) > 0:
+            await asyncio.sleep(pause)
+        if not self._asked:
+            return
+        try:
+            link = await dial(self.loop, self.location, self.endpoint, HANDOFFS, self.token)
+        except (LookupBufferError, ValueError):  # the endpoint is no address
+            self._unreached()
             return
         self._connection = connection = Connection(
-            self.loop, link.stream, self._on_message, lambda *_: self.unreached(), link.macs
+            self.loop, link.stream, self._on_message, lambda *_: self._unreached(), link.macs
         )
         for request, _ in list(self._asked.values()):
             connection.send(request.to_wire())
 
-    def unreached(self) -> None:
+    def _unreached(self) -> None:
         """The connection could not be made, or ended."""
-        if self.over:
-            return
-        self._connecting, self._connection = False, None
+        self._connection = None
         self._failures += 1
         self._not_before = self.loop.time() + again_seconds(self._failures)
         self._answer_all(UNREACHED)
-
-    def end(self, answer: Answer) -> None:
-        """Answer all pending requests with `answer`; no more are accepted. Idempotent."""
-        if self.over:
-            return
-        self.over = True
-        if self._pause is not None:
-            self._pause.cancel()
-        self._answer_all(answer)
-        if self._connection is not None:
-            self._connection.end(None)
-
-    def _connect(self) -> None:
-        self._pause = None
-        if self._asked:
-            self._connecting = True
-            self.connect(self)
 
     def _on_message(self, connection: Connection, message: Any) -> None:
         number, answer = Answer.parse(message)
@@ -191,7 +234,7 @@ class Owner:
         if asked is None:
             return
         if asked.cancelled() and answer.state == "leased":
-            self.say(GiveBack(number, answer.token))
+            self.give_back(answer.token)
         _set(asked, answer)
 
     def _answer_all(self, answer: Answer) -> None:
@@ -203,25 +246,24 @@ class Owner:
         self._used_until = max(self._used_until, self.loop.time() + seconds)
 
 
+def _set(asked: "asyncio.Future[Answer]", answer: Answer) -> None:
+    if not asked.done():  # else its request was cancelled
+        asked.set_result(answer)
+
+
 @dataclass(slots=True)
 class Owners:
     loop: asyncio.AbstractEventLoop
     directory: Directory
     token: str | None
     _owners: dict[tuple[str, str], Owner] = field(default_factory=dict)
-    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _dials: "set[asyncio.Task[None]]" = field(default_factory=set)
-
-    def next_number(self) -> int:
-        """The id of the next request to an owner."""
-        return next(self._numbers)
 
     def at(self, location: Location, endpoint: str) -> Owner:
-        """The owner of `location`."""
+        """The owner of `location`. To be used at once: an idle one is replaced."""
         boot = (location.node, location.boot)
         owner = self._owners.get(boot)
         if owner is None:
-            owner = self._owners[boot] = Owner(location, endpoint, self.loop, self._connect)
+            owner = self._owners[boot] = Owner(location, endpoint, self.loop, self.token)
         return owner
 
     def tick(self) -> None:
@@ -235,27 +277,91 @@ class Owners:
     def close(self) -> None:
         for owner in list(self._owners.values()):
             self._end(owner, UNREACHED)
-        for dialling in self._dials:
-            dialling.cancel()
 
     def _end(self, owner: Owner, answer: Answer) -> None:
         del self._owners[owner.location.node, owner.location.boot]
         owner.end(answer)
 
-    def _connect(self, owner: Owner) -> None:
-        task = self.loop.create_task(self._dial(owner))
-        self._dials.add(task)
-        task.add_done_callback(self._dials.discard)
 
-    async def _dial(self, owner: Owner) -> None:
-        try:
-            link = await dial(self.loop, owner.location, owner.endpoint, HANDOFFS, self.token)
-        except (LookupBufferError, ValueError):  # the endpoint is no address
-            owner.unreached()
-        else:
-            owner.connected(link)
+# -- the owner's side
 
 
-def _set(asked: "asyncio.Future[Answer]", answer: Answer) -> None:
-    if not asked.done():  # else its request was cancelled
-        asked.set_result(answer)
+@dataclass(slots=True)
+class Askers:
+    """The other nodes whose clients take hand-offs of this one."""
+
+    loop: asyncio.AbstractEventLoop
+    handoffs: Handoffs
+    counters: Counters
+    _takes: dict[Connection, dict[int, "asyncio.Task[None]"]] = field(default_factory=dict)
+    """The queued takers of each node, by the id of their `Take`."""
+
+    def admit(self, link: Link, on_end: Callable[[], None]) -> Connection:
+        """Serve requests on `link` until it ends; then call `on_end`."""
+
+        def ended(connection: Connection, error: LookupBufferError | None) -> None:
+            if isinstance(error, ProtocolError):
+                self.counters.add("protocol_errors")
+            self._takes.pop(connection, None)
+            self.handoffs.end(connection)
+            on_end()
+
+        connection = Connection(self.loop, link.stream, self._on_message, ended, link.macs)
+        self._takes[connection] = {}
+        return connection
+
+    def close(self) -> None:
+        for connection in list(self._takes):
+            connection.end(None)
+
+    def _on_message(self, connection: Connection, message: Any) -> None:
+        match parse(message):
+            case Take() as request:
+                self._take(connection, request)
+            case Acknowledge() as request:
+                won = self.handoffs.acknowledge(request.token)
+                connection.send({"id": request.id, "state": "won" if won else "lost"})
+            case GiveBack() as request:
+                self.handoffs.give_back(request.token)
+            case Holds() as request:
+                held = self.handoffs.shelf.holds((request.namespace, request.key))
+                connection.send({"id": request.id, "state": "present" if held else "absent"})
+            case Leave() as request:
+                take = self._takes[connection].pop(request.take, None)
+                if take is not None:
+                    take.cancel()
+                    connection.send({"id": request.take, "state": "absent"})
+            case request:
+                raise ProtocolError(f"{request.op} is not a request between nodes")
+
+    def _take(self, connection: Connection, request: Take) -> None:
+        takes = self._takes[connection]
+        if len(takes) >= TAKES_MAX:
+            raise ProtocolError(f"more than {TAKES_MAX} takers of one node are queued")
+        lease = self.handoffs.take((request.namespace, request.key), connection)
+        if lease is not None or not request.wait_seconds:
+            connection.send(_reply(request, lease))
+            return
+        take = connection.start(self._queue(connection, request))
+        if take is not None:
+            takes[request.id] = take
+
+    async def _queue(self, connection: Connection, request: Take) -> None:
+        lease = await self.handoffs.queue((request.namespace, request.key), connection)
+        self._takes[connection].pop(request.id, None)
+        connection.send(_reply(request, lease))
+
+
+def _reply(request: Take, lease: Lease | None) -> dict[str, Any]:
+    if lease is None:
+        return {"id": request.id, "state": "absent"}
+    item = lease.held.item
+    return {
+        "id": request.id,
+        "state": "leased",
+        "token": lease.token,
+        "lease_seconds": lease.seconds,
+        "generation": item.generation,
+        "checksum": item.checksum,
+        "nbytes": item.nbytes,
+    }

@@ -295,10 +295,7 @@ class Server:
         return None if taken is None else self._taken(taken)
 
     async def _take(self, connection: Connection, session: Session, request: Take) -> Fields:
-        def fetching(nbytes: int) -> None:
-            connection.send({"id": request.id, "fetching": nbytes})
-
-        found = await self.takes.take(session, request, fetching)
+        found = await self.takes.take(connection, session, request)
         if isinstance(found, Taken):
             return self._taken(found)
         waited = request.wait_seconds > 0 and found is not MissReason.OWNER_DEAD
@@ -311,10 +308,11 @@ class Server:
 
     def _acknowledge_here(self, session: Session, request: Acknowledge) -> Fields | None:
         won = self.takes.acknowledge(session, request.token)
-        return {"won": won.result()} if won.done() else None
+        return {"won": won} if isinstance(won, bool) else None
 
     async def _acknowledge(self, _: Connection, session: Session, request: Acknowledge) -> Fields:
-        return {"won": await asyncio.shield(self.takes.acknowledge(session, request.token))}
+        won = self.takes.acknowledge(session, request.token)
+        return {"won": won if isinstance(won, bool) else await asyncio.shield(won)}
 
     def _give_back(self, session: Session, request: GiveBack) -> None:
         self.takes.give_back(session, request.token)

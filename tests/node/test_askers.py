@@ -11,9 +11,16 @@ import torch
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.client.handles import LoadOrder
 from lookup_buffer.config import parse_tcp
-from lookup_buffer.errors import LookupBufferError, MissingTensor, NodeRefused, ProtocolError
+from lookup_buffer.errors import (
+    LookupBufferError,
+    MissingTensor,
+    NodeRefused,
+    PipeBroken,
+    ProtocolError,
+)
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.node import owners
 from lookup_buffer.node.links import Link
 from lookup_buffer.node.owners import (
     AGAIN_PART_MIN,
@@ -227,15 +234,36 @@ class AheadOfTime(asyncio.SelectorEventLoop):
         self.run_forever()
 
 
-def test_a_connection_stays_until_its_last_lease_ends() -> None:
+AT = Location("node", "boot", 1, 1)
+ENDPOINT = "tcp://nowhere:1"
+ADDRESS = (NAMESPACE, "k@1")
+
+
+@pytest.fixture
+def dialled(monkeypatch: pytest.MonkeyPatch) -> "list[asyncio.Future[Link]]":
+    """The connections that are being made; the test completes them."""
+    dialled: list[asyncio.Future[Link]] = []
+
+    async def dial(loop: asyncio.AbstractEventLoop, *_: object) -> Link:
+        dialled.append(loop.create_future())
+        return await dialled[-1]
+
+    monkeypatch.setattr(owners, "dial", dial)
+    return dialled
+
+
+def test_a_connection_stays_until_its_last_lease_ends(
+    dialled: "list[asyncio.Future[Link]]",
+) -> None:
     """For with the link ends what was taken by way of it."""
-    loop, connecting = AheadOfTime(), list[Owner]()
-    owner = Owner(Location("node", "boot", 1, 1), "tcp://nowhere:1", loop, connecting.append)
+    loop = AheadOfTime()
+    owner = Owner(AT, ENDPOINT, loop, None)
     ours, theirs = socket.socketpair()
-    asked = owner.ask(Take(1, NAMESPACE, "k@1", 5.0))
+    asked = loop.create_task(owner.take(ADDRESS, loop.time() + 1e4))
     loop.run_for(0.1)
-    assert connecting == [owner]
-    owner.connected(Link(ours, PURPOSE, None))
+    assert len(dialled) == 1
+    dialled[0].set_result(Link(ours, PURPOSE, None))
+    loop.run_for(0.1)
     loop.ahead_seconds += 2 * OWNER_IDLE_SECONDS
     idle = [owner.is_idle]  # not while a request waits for its answer
     theirs.sendall(encode_frame({"id": 1, "state": "leased", "lease_seconds": 200.0}))
@@ -245,21 +273,26 @@ def test_a_connection_stays_until_its_last_lease_ends() -> None:
         loop.ahead_seconds += seconds
         idle.append(owner.is_idle)
     assert idle == [False, False, True]
-    asked = owner.ask(Take(2, NAMESPACE, "k@1", 5.0))
+    asked = loop.create_task(owner.take(ADDRESS, loop.time() + 5.0))
+    loop.run_for(0.1)
     theirs.close()
     loop.run_for(0.2)
     assert asked.result() is UNREACHED, "the request gets that the connection ended"
     loop.close()
 
 
-def test_a_lease_for_a_request_that_was_cancelled_is_given_back() -> None:
+def test_a_lease_for_a_request_that_was_cancelled_is_given_back(
+    dialled: "list[asyncio.Future[Link]]",
+) -> None:
     loop = AheadOfTime()
-    owner = Owner(Location("node", "boot", 1, 1), "tcp://nowhere:1", loop, lambda _: None)
+    owner = Owner(AT, ENDPOINT, loop, None)
     ours, theirs = socket.socketpair()
-    asked = owner.ask(Take(1, NAMESPACE, "k@1", 5.0))
-    owner.connected(Link(ours, PURPOSE, None))
+    asked = loop.create_task(owner.take(ADDRESS, loop.time() + 5.0))
+    loop.run_for(0.1)
+    dialled[0].set_result(Link(ours, PURPOSE, None))
+    loop.run_for(0.1)
     asked.cancel()
-    owner.leave(2, 1)
+    loop.run_for(0.1)
     theirs.sendall(encode_frame({"id": 1, "state": "leased", "token": 7, "lease_seconds": 9.0}))
     loop.run_for(0.2)
     messages = [message for message, _ in FrameDecoder().feed(theirs.recv(1 << 16))]
@@ -270,25 +303,50 @@ def test_a_lease_for_a_request_that_was_cancelled_is_given_back() -> None:
     loop.close()
 
 
-def test_attempts_to_connect_are_rate_limited_and_end_with_the_requests() -> None:
-    loop, connecting, asked = VirtualLoop(), list[Owner](), list[asyncio.Future[Answer]]()
-    parts: Any = loop
-    owner = Owner(Location("node", "boot", 1, 1), "tcp://nowhere:1", parts, connecting.append)
+def test_a_request_without_an_answer_ends_soon_after_its_deadline(
+    dialled: "list[asyncio.Future[Link]]",
+) -> None:
+    """It leaves the queue at the deadline, and a lease that comes later is given back."""
+    loop = AheadOfTime()
+    owner = Owner(AT, ENDPOINT, loop, None)
+    ours, theirs = socket.socketpair()
+    asked = loop.create_task(owner.take(ADDRESS, loop.time() + 0.3))
+    loop.run_for(0.1)
+    dialled[0].set_result(Link(ours, PURPOSE, None))
+    loop.run_for(0.5)
+    assert not asked.done()
+    loop.run_for(1.0)
+    assert asked.result() is UNREACHED
+    theirs.sendall(encode_frame({"id": 1, "state": "leased", "token": 7, "lease_seconds": 9.0}))
+    loop.run_for(0.2)
+    messages = [message for message, _ in FrameDecoder().feed(theirs.recv(1 << 16))]
+    assert [message["op"] for message in messages] == ["take", "leave", "leave", "give_back"]
+    owner.end(UNREACHED)
+    theirs.close()
+    loop.close()
+
+
+def test_attempts_to_connect_are_rate_limited_and_end_with_the_requests(
+    dialled: "list[asyncio.Future[Link]]",
+) -> None:
+    loop, asked = VirtualLoop(), list[asyncio.Task[Answer]]()
+    owner = Owner(AT, ENDPOINT, loop, None)
     for attempt in range(10):
-        asked.append(owner.ask(Take(attempt, NAMESPACE, "k@1", 5.0)))
+        asked.append(loop.create_task(owner.take(ADDRESS, loop.time() + 5.0)))
         if attempt:
             longest = min(AGAIN_SECONDS_MAX, AGAIN_SECONDS * 2.0 ** (attempt - 1))
             loop.run(longest * AGAIN_PART_MIN * 0.9)
-            assert len(connecting) == attempt, "not yet"
+            assert len(dialled) == attempt, "not yet"
         loop.run(AGAIN_SECONDS_MAX)
-        assert len(connecting) == attempt + 1
-        owner.unreached()
+        assert len(dialled) == attempt + 1
+        dialled[-1].set_exception(PipeBroken("refused"))
+        loop.run(0.0)
         assert [one.result() for one in asked] == [UNREACHED] * (attempt + 1)
-    left = owner.ask(Take(20, NAMESPACE, "k@1", 5.0))
-    owner.leave(21, 20)
+    left = loop.create_task(owner.take(ADDRESS, loop.time() + 0.001))
+    loop.run(0.002)
     assert left.result() is UNREACHED
     loop.run(10.0)
-    assert len(connecting) == 10, "no request is left"
+    assert len(dialled) == 10, "no request is left"
 
 
 def test_a_lease_belongs_to_one_session(producer: Producer) -> None:

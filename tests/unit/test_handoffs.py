@@ -1,17 +1,21 @@
 """The owner of hand-offs, in virtual time: which taker gets one, and when it is free again."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Handoffs, Lease
+from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Arrival, Handoffs, Lease
+from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.times import REMEMBERED_SECONDS
 from virtual_loop import VirtualLoop
+
+if TYPE_CHECKING:
+    import asyncio
 
 NAME = ("f" * 64, "k@r")
 LEASE_SECONDS = 10.0
@@ -32,12 +36,13 @@ class Owner:
 
     def insert(self, nbytes: int = 100, ttl_seconds: float = 300.0) -> int:
         """The generation."""
-        header = TensorHeader("uint8", (nbytes,), nbytes)
-        item = self.shelf.reserve_handoff(
-            NAME, header, ttl_seconds=ttl_seconds, wanted=self.handoffs.wanted(NAME)
-        )
+        item = self.handoffs.reserve(arrival_of(nbytes, ttl_seconds), until=0.0)
+        assert item is not None
+        return self.land(item)
+
+    def land(self, item: Item) -> int:
         pin = self.shelf.commit(item, 1, WRITER)
-        self.handoffs.arrived(NAME)
+        self.handoffs.arrived(item.address)
         self.shelf.release([pin.ticket], WRITER)
         return item.generation
 
@@ -49,27 +54,52 @@ class Owner:
         return (gauges.pins, gauges.pinned_bytes, gauges.reserved_bytes) == (0, 0, 0)
 
 
+def arrival_of(nbytes: int, ttl_seconds: float, name: tuple[str, str] = NAME) -> Arrival:
+    return Arrival(name, TensorHeader("uint8", (nbytes,), nbytes), ttl_seconds)
+
+
 class Taker:
     """Keeps the answers that it received, in order."""
 
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
-        self.told: list[Lease | None] = []
-        self.bid: Any = None
+        self._told: list[Lease | None] = []
+        self._queued: asyncio.Task[None] | None = None
 
     def take(self, *, patient: bool = True) -> "Taker":
-        self.bid = self.owner.handoffs.take(NAME, self, self.told.append, patient=patient)
+        if patient:
+            self._queued = self.owner.loop.create_task(self._queue())
+        else:
+            self._told.append(self.owner.handoffs.take(NAME, self))
+        self.owner.loop.run(0.0)
         return self
+
+    async def _queue(self) -> None:
+        self._told.append(await self.owner.handoffs.queue(NAME, self))
+
+    def leave(self) -> None:
+        assert self._queued is not None
+        self._queued.cancel()
+
+    def end(self) -> None:
+        """As the end of its session."""
+        self.leave()
+        self.owner.handoffs.end(self)
+
+    @property
+    def told(self) -> list[Lease | None]:
+        self.owner.loop.run(0.0)
+        return self._told
 
     @property
     def token(self) -> int:
-        lease = self.told[-1]
+        lease = self._told[-1]
         assert lease is not None
         return lease.token
 
     @property
     def generation(self) -> int:
-        lease = self.told[-1]
+        lease = self._told[-1]
         assert lease is not None
         return lease.held.item.generation
 
@@ -82,7 +112,7 @@ def owner() -> Iterator[Owner]:
     assert owner.at_rest(), "when all leases are over nothing is held"
     assert not owner.handoffs._leases
     assert not owner.handoffs._current
-    assert not owner.handoffs._lines
+    assert not owner.handoffs._queues
     owner.shelf.remove_expired()
     assert owner.shelf.gauges().handoff_bytes == 0
     owner.shelf.close()
@@ -119,8 +149,8 @@ def test_other_takers_are_queued_in_order(owner: Owner) -> None:
     assert [len(taker.told) for taker in others] == [0, 0, 0]
     owner.handoffs.give_back(first.token)
     assert [len(taker.told) for taker in others] == [1, 0, 0]
-    owner.handoffs.cancel(others[1].bid)
-    owner.handoffs.end(others[0])  # his session is over
+    others[1].leave()
+    others[0].end()  # his session is over
     assert [len(taker.told) for taker in others] == [1, 0, 1]
     assert owner.handoffs.acknowledge(others[2].token)
     assert not owner.handoffs.acknowledge(others[0].token)
@@ -171,6 +201,7 @@ def test_a_replaced_generation_is_acknowledged_by_its_taker(owner: Owner) -> Non
     first, waiting = Taker(owner).take(), Taker(owner).take()
     new = owner.insert()
     assert new > old
+    assert len(waiting.told) == 1
     assert waiting.generation == new, "the line gets the new one at once"
     assert first.generation == old
     assert owner.handoffs.acknowledge(first.token)
@@ -204,26 +235,103 @@ def test_an_item_that_expires_in_a_lease_is_not_taken_again(owner: Owner) -> Non
 
 
 def test_an_offer_keeps_the_queue_until_it_is_withdrawn(owner: Owner) -> None:
-    asked = []
-    offer = lambda: asked.append(True)  # noqa: E731
-    header = TensorHeader("uint8", (9,), 9)
-    owner.handoffs.offer(NAME, header, offer)
+    until = 1000.0
+    rest = owner.handoffs.reserve(arrival_of(500_000, 300.0, (NAME[0], "rest@r")), until)
+    assert rest is not None
+    owner.land(rest)
+    arrival = arrival_of(100_000, 300.0)
+    assert owner.handoffs.reserve(arrival, until) is None, "there is no room"
     offered = owner.shelf.published(NAME)
     assert offered is not None
     assert (offered.checksum, owner.is_there()) == (0, False)
+    inserting = owner.loop.create_task(owner.handoffs.admitted(arrival, until))
+    owner.loop.run(1.0)
+    assert not inserting.done()
     taker = Taker(owner).take()
-    assert (asked, taker.told) == ([True], [])
-    assert owner.handoffs.wanted(NAME)
-    assert owner.insert() > offered.generation
-    owner.handoffs.withdraw(NAME, offer)
+    assert (inserting.done(), taker.told) == (True, []), "whom a taker waits for is admitted"
+    assert owner.land(inserting.result()) > offered.generation
+    owner.handoffs.landed(arrival)
+    assert taker.told != []
     assert owner.handoffs.acknowledge(taker.token)
     assert owner.shelf.published(NAME) is None
-    owner.handoffs.offer(NAME, header, offer)
+    arrival = arrival_of(100_000, 300.0)
+    assert owner.handoffs.reserve(arrival, until) is None
+    inserting = owner.loop.create_task(owner.handoffs.admitted(arrival, until))
     taker = Taker(owner).take()
-    owner.handoffs.withdraw(NAME, offer)  # its client left
+    assert taker.told == []
+    owner.shelf.abandon(inserting.result())  # its client left
+    owner.handoffs.landed(arrival)
     assert taker.told == [None]
 
 
+def test_an_impatient_taker_makes_room_for_what_is_offered(owner: Owner) -> None:
+    """It will come again, and must find it then."""
+    rest = owner.handoffs.reserve(arrival_of(500_000, 300.0, (NAME[0], "rest@r")), 9.0)
+    assert rest is not None
+    owner.land(rest)
+    arrival = arrival_of(100_000, 300.0)
+    assert owner.handoffs.reserve(arrival, 9.0) is None
+    assert Taker(owner).take(patient=False).told == [None]
+    assert arrival.admitted is not None
+    owner.land(arrival.admitted.result())
+    owner.handoffs.landed(arrival)
+    assert owner.handoffs.acknowledge(Taker(owner).take(patient=False).token)
+
+
+@pytest.mark.parametrize("is_admitted", [False, True])
+def test_an_insert_that_is_cancelled_in_the_queue_leaves_its_space(
+    owner: Owner, is_admitted: bool
+) -> None:
+    rest = owner.handoffs.reserve(arrival_of(500_000, 300.0, (NAME[0], "rest@r")), 9.0)
+    assert rest is not None
+    owner.land(rest)
+    used_bytes, arrival = owner.shelf.gauges().handoff_bytes, arrival_of(100_000, 300.0)
+    assert owner.handoffs.reserve(arrival, 9.0) is None
+    inserting = owner.loop.create_task(owner.handoffs.admitted(arrival, 9.0))
+    owner.loop.run(1.0)
+    if is_admitted:
+        owner.handoffs.take(NAME, owner)
+    inserting.cancel()
+    owner.loop.run(0.0)
+    owner.handoffs.landed(arrival)
+    assert inserting.cancelled()
+    assert owner.shelf.gauges().handoff_bytes == used_bytes
+
+
+def test_a_lease_of_a_session_is_settled_by_that_session_alone(owner: Owner) -> None:
+    owner.insert()
+    taker, other = Taker(owner).take(), Taker(owner)
+    owner.handoffs.give_back(taker.token, other)
+    assert not owner.handoffs.acknowledge(taker.token, other)
+    assert owner.handoffs.leased(NAME)
+    assert owner.handoffs.acknowledge(taker.token, taker)
+    assert not owner.handoffs.acknowledge(taker.token, other), "also when it was won"
+
+
+@pytest.mark.parametrize("is_in_time", [False, True])
+def test_a_queued_taker_ends_at_its_deadline(owner: Owner, is_in_time: bool) -> None:
+    """Unless it was given the item in the same turn, before its timer."""
+    owner.insert()
+    first = Taker(owner).take()
+    taking = owner.loop.create_task(owner.handoffs.queue(NAME, "other", until=2.0))
+    owner.loop.call_at(1.9 if is_in_time else 2.2, owner.handoffs.give_back, first.token)
+    owner.loop.run(1.8)
+    assert not taking.done()
+    owner.loop.now = 2.1  # the loop was busy
+    owner.loop.run(0.0)
+    if is_in_time:
+        lease = taking.result()
+        assert lease is not None
+        assert owner.handoffs.acknowledge(lease.token)
+    else:
+        assert isinstance(taking.exception(), TimeoutError)
+        assert not owner.handoffs._queues
+
+
 def test_only_hand_offs_are_taken(owner: Owner) -> None:
+    shared = (NAME[0], "shared")
     with pytest.raises(ProtocolError):
-        owner.handoffs.take((NAME[0], "shared"), owner, lambda _: None, patient=True)
+        owner.handoffs.take(shared, owner)
+    queued = owner.loop.create_task(owner.handoffs.queue(shared, owner))
+    owner.loop.run(0.0)
+    assert isinstance(queued.exception(), ProtocolError)

@@ -1,7 +1,8 @@
 """The owner of hand-offs against a plain dictionary, with time, ended sessions and a full quota."""
 
+import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,16 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hypothesis_profiles import examples
 from lookup_buffer.errors import BufferFull
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Bid, Handoffs, Lease
-from lookup_buffer.node.insert import Arrival, Arrivals
+from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Arrival, Handoffs, Lease
 from lookup_buffer.node.inventory import Item
-from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from virtual_loop import VirtualLoop
-
-if TYPE_CHECKING:
-    import asyncio
 
 CAPACITY = 1 << 16
 LEASE_SECONDS = 10.0
@@ -44,6 +40,16 @@ class ModelLease:
 
 
 @dataclass(eq=False)
+class Taking:
+    """A taker that may wait, and the lease that it was granted."""
+
+    key: str
+    taker: str
+    lease: Lease | None = None
+    task: "asyncio.Task[None] | None" = None
+
+
+@dataclass(eq=False)
 class Producing:
     """An insert, and the connection of its client."""
 
@@ -57,8 +63,36 @@ class Entry:
     value: Value | None = None
     token: int | None = None
     """Of the lease on the value."""
-    line: list[Bid] = field(default_factory=list)
+    line: list[Taking] = field(default_factory=list)
     offered: list[Producing] = field(default_factory=list)
+
+
+class Watched(Handoffs):
+    """Reports each decision at once: the takers resume a turn later."""
+
+    machine: "HandoffMachine"
+
+    def take(self, address: tuple[str, str], taker: Any) -> Lease | None:
+        one, self.machine.starting = self.machine.starting, None
+        self.machine.asking = taker
+        lease = super().take(address, taker)
+        self.machine.asking = None
+        if one is not None:
+            one.lease = lease
+            if lease is None:
+                self.machine.entries[one.key].line.append(one)
+        return lease
+
+    def _lease(self, address: tuple[str, str], taker: Any) -> Lease | None:
+        lease = super()._lease(address, taker)
+        if lease is not None:
+            self.machine.granted(address[1], lease)
+        return lease
+
+    def _leave(self, address: tuple[str, str], told: "asyncio.Future[Lease | None]") -> None:
+        if told in self._queues.get(address, ()) and not told.cancelled() and not told.result():
+            self.machine.refused(address[1])
+        super()._leave(address, told)
 
 
 class HandoffMachine(RuleBasedStateMachine):
@@ -67,8 +101,12 @@ class HandoffMachine(RuleBasedStateMachine):
         self.loop = VirtualLoop()
         parts: Any = self.loop
         self.shelf = Shelf(CAPACITY, self.on_change, self.loop.time)
-        self.handoffs = Handoffs(parts, self.shelf, Counters(), LEASE_SECONDS)
-        self.arrivals = Arrivals(parts, self.shelf, self.handoffs, Waiting(parts, parts))
+        self.handoffs = Watched(parts, self.shelf, Counters(), LEASE_SECONDS)
+        self.handoffs.machine = self
+        self.asking: str | None = None
+        """The taker that is answered at once."""
+        self.starting: Taking | None = None
+        """The taker that queues if that answer is none."""
         self.entries = {key: Entry() for key in KEYS}
         self.leases: dict[int, ModelLease] = {}
         self.won: dict[int, float] = {}
@@ -91,28 +129,33 @@ class HandoffMachine(RuleBasedStateMachine):
             entry.value = entry.token = None  # it gave way to one that is being written
 
     def is_offered(self, key: str) -> bool:
-        return any(one.arrival in self.arrivals._queue for one in self.entries[key].offered)
+        offers = self.handoffs._offers.get(self.address(key), [])
+        return any(one.arrival in offers for one in self.entries[key].offered)
 
-    def told(self, key: str, bid: list[Bid], patient: bool, lease: Lease | None) -> None:
+    def granted(self, key: str, lease: Lease) -> None:
         self.forget_what_is_over()
         entry = self.entries[key]
-        if lease is None:
-            if patient:
-                assert entry.value is None
-                assert not self.is_offered(key), "what is offered is worth the wait"
-            else:
-                assert entry.value is None or entry.token is not None
+        assert entry.value is not None, "what is not there was given away"
+        assert entry.token is None, "what another has was given away"
+        taker = str(lease.taker)
+        if entry.line:
+            first = entry.line.pop(0)
+            assert taker == first.taker, "a queued taker was skipped"
+            first.lease = lease
         else:
-            assert entry.value is not None, "what is not there was given away"
-            assert entry.token is None, "what another has was given away"
-            taker = str(lease.taker)
-            ahead = [one for one in entry.line if one not in bid]
-            assert not ahead or bid == entry.line[:1], "a queued taker was skipped"
-            content = bytes(self.shelf.bytes_of(lease.held.item))
-            assert content == bytes([entry.value.number % 256]) * entry.value.nbytes
-            self.leases[lease.token] = ModelLease(key, entry.value, taker, lease.until)
-            entry.token = lease.token
-        entry.line = [one for one in entry.line if one not in bid]
+            assert taker == self.asking, "who does not wait was given it"
+        content = bytes(self.shelf.bytes_of(lease.held.item))
+        assert content == bytes([entry.value.number % 256]) * entry.value.nbytes
+        self.leases[lease.token] = ModelLease(key, entry.value, taker, lease.until)
+        entry.token = lease.token
+
+    def refused(self, key: str) -> None:
+        """The first in the queue was told that there is nothing to wait for."""
+        self.forget_what_is_over()
+        entry = self.entries[key]
+        assert entry.value is None
+        assert not self.is_offered(key), "what is offered is worth the wait"
+        assert entry.line.pop(0).lease is None
 
     def forget_what_is_over(self) -> None:
         now = self.loop.now
@@ -135,24 +178,33 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS), taker=st.sampled_from(TAKERS), patient=st.booleans())
     def take(self, key: str, taker: str, patient: bool) -> None:
         self.forget_what_is_over()
-        entry, mine = self.entries[key], list[Bid]()
+        entry = self.entries[key]
         expected = entry.value is not None and entry.token is None and not entry.line
-        told: list[Lease | None] = []
-
-        def tell(lease: Lease | None) -> None:
-            told.append(lease)
-            self.told(key, mine, patient, lease)
-
-        bid = self.handoffs.take(self.address(key), taker, tell, patient=patient)
-        if bid is not None:
-            assert patient
-            assert not told
-            mine.append(bid)
-            entry.line.append(bid)
+        if not patient:
+            lease = self.handoffs.take(self.address(key), taker)
+            self.forget_what_is_over()
+            assert (lease is not None) == expected
+            assert expected or entry.value is None or entry.token is not None
+            self.loop.run(0.0)
+            return
+        one = Taking(key, taker)
+        one.task = self.loop.create_task(self.taking(one))
+        self.loop.run(0.0)
+        if one in entry.line:
             assert entry.token is not None or entry.offered, "in line for nothing"
         elif expected:
-            assert told != [None]
-        assert len(told) == (bid is None)
+            assert one.lease is not None
+        assert one.task.done() == (one not in entry.line)
+
+    async def taking(self, one: Taking) -> None:
+        entry = self.entries[one.key]
+        self.starting = one
+        lease = await self.handoffs.queue(self.address(one.key), one.taker)
+        if one in entry.line:  # it was answered at once
+            entry.line.remove(one)
+            assert entry.value is None
+            assert not self.is_offered(one.key), "what is offered is worth the wait"
+        assert lease is one.lease
 
     @rule(key=st.sampled_from(KEYS), takers=st.permutations(TAKERS))
     def a_crowd(self, key: str, takers: list[str]) -> None:
@@ -162,9 +214,14 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(entry.line for entry in self.entries.values()))
     @rule(data=st.data())
     def leave_the_line(self, data: st.DataObject) -> None:
-        bid = data.draw(st.sampled_from([b for e in self.entries.values() for b in e.line]))
-        self.entries[bid.address[1]].line.remove(bid)
-        self.handoffs.cancel(bid)
+        one = data.draw(st.sampled_from([b for e in self.entries.values() for b in e.line]))
+        self.leave(one)
+        self.loop.run(0.0)
+
+    def leave(self, one: Taking) -> None:
+        self.entries[one.key].line.remove(one)
+        assert one.task is not None
+        one.task.cancel()
 
     @precondition(lambda self: self.leases or self.won)
     @rule(data=st.data())
@@ -179,6 +236,7 @@ class HandoffMachine(RuleBasedStateMachine):
             del self.leases[token]
             self.won[token] = lease.until
         assert self.handoffs.acknowledge(token) == (token in self.won)
+        self.loop.run(0.0)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -187,16 +245,19 @@ class HandoffMachine(RuleBasedStateMachine):
         if token in self.leases:
             self.drop_lease(token)
         self.handoffs.give_back(token)
+        self.loop.run(0.0)
 
     @rule(taker=st.sampled_from(TAKERS))
     def a_session_ends(self, taker: str) -> None:
         for entry in self.entries.values():
-            entry.line = [bid for bid in entry.line if bid.taker != taker]
+            for one in [one for one in entry.line if one.taker == taker]:
+                self.leave(one)
         # One after the other, as the owner does it: each may be leased to the next taker.
         for token in [token for token, lease in self.leases.items() if lease.taker == taker]:
             self.drop_lease(token)
         self.handoffs.end(taker)
         assert all(lease.taker != taker for lease in self.leases.values())
+        self.loop.run(0.0)
 
     # -- producers and readers
 
@@ -216,7 +277,9 @@ class HandoffMachine(RuleBasedStateMachine):
 
         async def insert() -> None:
             try:
-                item = await self.arrivals.admit(arrival)
+                item = self.handoffs.reserve(arrival, until)
+                if item is None:
+                    item = await self.handoffs.admitted(arrival, until)
                 self.forget_what_is_over()
                 self.land(entry, item, number)
                 if one in entry.offered:
@@ -227,10 +290,11 @@ class HandoffMachine(RuleBasedStateMachine):
                 if one in entry.offered:
                     entry.offered.remove(one)
             finally:
-                self.arrivals.landed(arrival)
+                self.handoffs.landed(arrival)
 
         header = TensorHeader("uint8", (nbytes,), nbytes)
-        arrival = Arrival(self.address(key), header, ttl, self.loop.time() + wait)
+        arrival = Arrival(self.address(key), header, ttl)
+        until = self.loop.time() + wait
         one = Producing(arrival, connection, self.loop.create_task(insert()))
         entry.offered.append(one)
         self.loop.run(0.0)
@@ -320,6 +384,9 @@ class HandoffMachine(RuleBasedStateMachine):
                 assert entry.token is not None or self.shelf._wanted_bytes or gap < smallest
 
     def teardown(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.run(0.0)
         self.shelf.close()
 
 

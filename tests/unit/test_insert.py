@@ -10,7 +10,7 @@ from lookup_buffer.errors import NodeUnavailable
 from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
-from lookup_buffer.node.insert import Arrivals, Inserts
+from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.shelf import Shelf
@@ -78,9 +78,8 @@ class Node:
         self.shelf = Shelf(capacity_bytes, lambda _address, _reason: None)
         self.handoffs = Handoffs(loop, self.shelf, Counters(), 10.0)
         self.waiting = Waiting(loop, nothing)
-        arrivals = Arrivals(loop, self.shelf, self.handoffs, self.waiting)
         self.inserts = Inserts(
-            loop, self.shelf, Counters(), self.waiting, arrivals, nothing, announced,
+            loop, self.shelf, Counters(), self.waiting, self.handoffs, nothing, announced,
             self.waiting.arrived,
         )  # fmt: skip
 
@@ -101,7 +100,6 @@ class Node:
         assert (gauges.pins, gauges.reserved_bytes) == (0, 0)
         assert not self.inserts._inserting
         assert not self.handoffs._offers
-        assert not self.inserts.arrivals._queue
         assert not self.waiting._waiters
 
 
@@ -156,7 +154,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
             node.inserts.unstage(client.session, client.connection)
             for address in list(node.shelf.addresses()):
                 if chance.random() < 0.5 and "@" in address[1]:
-                    lease = node.handoffs.take_now(address, "a taker")
+                    lease = node.handoffs.take(address, "a taker")
                     if lease is not None:
                         node.handoffs.acknowledge(lease.token)
 

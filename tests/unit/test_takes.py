@@ -10,25 +10,28 @@ from typing import Any
 import pytest
 
 from cancelling import cancel_at_each_wait
-from lookup_buffer.errors import MissReason
+from lookup_buffer.errors import LookupBufferError, MissReason, PipeBroken
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.connection import Session
+from lookup_buffer.node import links, owners
+from lookup_buffer.node.connection import Connection, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.locate import Located, Waiting
-from lookup_buffer.node.owners import UNREACHED, Answer
+from lookup_buffer.node.owners import Askers, Owners
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.takes import Taken, Takes
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Wanted
+from lookup_buffer.protocol.auth import Purpose
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.messages import Acknowledge, GiveBack, Take
+from lookup_buffer.protocol.messages import Take
 from store import Location, Record
 from virtual_loop import VirtualLoop
 
 NAMESPACE = "f" * 64
 ADDRESS = (NAMESPACE, "k@r")
 AT = Location("owner", "boot", 1, 1)
+PURPOSE = Purpose("handoffs", "tcp://127.0.0.1:1", "owner", "boot")
 HEADER = TensorHeader("uint8", (100,), 100)
 WRITER, OTHER = 7, "another taker"
 LEASE_SECONDS = 10.0
@@ -53,99 +56,101 @@ class Node:
     def at_rest(self, *, holds: bool) -> None:
         gauges = self.shelf.gauges()
         assert (gauges.pins, gauges.reserved_bytes) == (0, 0)
-        assert self.handoffs.holds(ADDRESS) == holds
+        assert self.shelf.holds(ADDRESS) == holds
         assert not self.handoffs.leased(ADDRESS)
-        assert not self.handoffs._lines
+        assert not self.handoffs._queues
+
+
+class End:
+    """One end of a connection in memory."""
+
+    def __init__(self) -> None:
+        self.connection: Any = None
+        self.other = self
+
+
+class InMemory(Connection):
+    """Messages arrive at the other end after `ONE_WAY_SECONDS`."""
+
+    def __init__(
+        self, loop: Any, end: Any, on_message: Any, on_end: Any, macs: None = None
+    ) -> None:
+        self._loop, self._on_message, self._on_end = loop, on_message, on_end
+        self._open = self._is_heard = True
+        self._requests = set()
+        self._other_end = end.other
+        end.connection = self
+
+    def send(self, message: Any) -> None:
+        if self._open:
+            self._loop.call_later(ONE_WAY_SECONDS, self._deliver, message)
+
+    def _deliver(self, message: Any) -> None:
+        connection = self._other_end.connection
+        if self._open and connection.open:
+            connection._on_message(connection, message)
+
+    def end(self, error: LookupBufferError | None) -> None:
+        """The other end is not told: as if the network were cut."""
+        if self._open:
+            self._open = False
+            for request in self._requests:
+                request.cancel()
+            self._on_end(self, error)
 
 
 class Link:
-    """The connection to the owner: requests arrive there after `ONE_WAY_SECONDS`, as answers do."""
+    """The connections to the owner."""
 
     def __init__(self, owner: Node) -> None:
-        self.owner, self.loop = owner, owner.loop
         self.is_cut = False
-        self._takes: dict[int, tuple[asyncio.Task[None], asyncio.Future[Answer]]] = {}
+        self.near = End()
+        self.askers = Askers(owner.loop, owner.handoffs, Counters())
 
-    def ask(self, request: Any) -> "asyncio.Future[Answer]":
-        asked: asyncio.Future[Answer] = self.loop.create_future()
+    async def dial(self, *_: object) -> Any:
+        await asyncio.sleep(ONE_WAY_SECONDS)
         if self.is_cut:
-            self.loop.call_later(ONE_WAY_SECONDS, self._answer, asked, UNREACHED)
-        elif isinstance(request, Take):
-            self._takes[request.id] = self.loop.create_task(self._take(request, asked)), asked
-        else:
-            self.loop.create_task(self._acknowledge(request, asked))
-        return asked
+            raise PipeBroken("the connection failed")
+        self.near, far = End(), End()
+        self.near.other, far.other = far, self.near
+        ours: Any = self.near
+        theirs: Any = far
+        self.askers.admit(links.Link(theirs, PURPOSE, None), lambda: None)
+        return links.Link(ours, PURPOSE, None)
 
-    async def _take(self, request: Take, asked: "asyncio.Future[Answer]") -> None:
-        await asyncio.sleep(ONE_WAY_SECONDS)
-        lease = self.owner.handoffs.take_now(ADDRESS, self)
-        if lease is None and request.wait_seconds:
-            lease = await self.owner.handoffs.take_queued(ADDRESS, self)
-        self._reply(asked, lease)
-
-    def _reply(self, asked: "asyncio.Future[Answer]", lease: Any) -> None:
-        answer = Answer("absent")
-        if lease is not None:
-            answer = Answer("leased", lease.token, lease.seconds, 1, 1, HEADER.nbytes)
-        self.loop.call_later(ONE_WAY_SECONDS, self._answer, asked, answer)
-
-    async def _acknowledge(self, request: Acknowledge, asked: "asyncio.Future[Answer]") -> None:
-        await asyncio.sleep(ONE_WAY_SECONDS)
-        won = self.owner.handoffs.acknowledge(request.token)
-        self.loop.call_later(ONE_WAY_SECONDS, self._answer, asked, Answer("won" if won else "lost"))
-
-    def _answer(self, asked: "asyncio.Future[Answer]", answer: Answer) -> None:
-        if asked.cancelled() and answer.state == "leased":
-            self.say(GiveBack(0, answer.token))
-        if not asked.done():
-            asked.set_result(answer)
-
-    def say(self, request: GiveBack) -> None:
-        self.loop.call_later(ONE_WAY_SECONDS, self.owner.handoffs.give_back, request.token)
-
-    def leave(self, number: int, take: int) -> None:
-        self.loop.call_later(ONE_WAY_SECONDS, self._leave, take)
-
-    def _leave(self, take: int) -> None:
-        task, asked = self._takes.get(take, (None, None))
-        if task is not None and asked is not None and not task.done():
-            task.cancel()
-            self.loop.call_later(ONE_WAY_SECONDS, self._answer, asked, Answer("absent"))
-
-    # What `Takes` asks of `Owners`.
-
-    def at(self, location: Location, endpoint: str) -> "Link":
-        return self
-
-    def next_number(self) -> int:
-        return len(self._takes) + 1
+    def cut(self) -> None:
+        self.is_cut = True
+        if self.near.connection is not None:
+            self.near.connection.end(None)
 
 
 class Pair:
     """A taker's node, and another one, which may own the hand-off."""
 
-    def __init__(self, *, is_remote: bool) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_remote: bool) -> None:
         self.loop = VirtualLoop()
         self.here, self.there = Node(self.loop), Node(self.loop)
         self.owner = self.there if is_remote else self.here
         self.is_remote = is_remote
         self.watches: list[Callable[[], None]] = []
         self.link = Link(self.there)
+        monkeypatch.setattr(owners, "Connection", InMemory)
+        monkeypatch.setattr(owners, "dial", self.link.dial)
         parts: Any = self
-        links: Any = self.link
         self.waiting = Waiting(self.loop, parts)
         self.takes = Takes(
-            self.loop, self.here.shelf, self.here.handoffs, links, parts, parts,
-            Identity("taker", "boot", ""), self.waiting, parts,
+            self.loop, self.here.shelf, self.here.handoffs, Owners(self.loop, parts, None), parts,
+            parts, Identity("taker", "boot", ""), self.waiting, parts,
         )  # fmt: skip
         anchor: Any = None
         self.session = Session(1, anchor, None)
+        self.fetching: list[dict[str, Any]] = []
 
     # What it asks of `Locator`, `Directory` and `Fetcher`.
 
     async def locate(self, addresses: Sequence[QualifiedKey]) -> list[Located]:
         await asyncio.sleep(ONE_WAY_SECONDS)
-        if not (self.is_remote and self.there.handoffs.holds(ADDRESS)):
+        if not (self.is_remote and self.there.shelf.holds(ADDRESS)):
             return [Located(None, reason=MissReason.ABSENT)]
         record = Record(*ADDRESS, "uint8", (100,), 100, "tensor", 1.0, locations=(AT,))
         return [Located(record, ((AT, "tcp://127.0.0.1:1"),))]
@@ -172,8 +177,16 @@ class Pair:
     # The test's part.
 
     async def take(self, wait_seconds: float = WAIT_SECONDS) -> Taken | MissReason:
-        request = Take(1, *ADDRESS, wait_seconds)
-        return await self.takes.take(self.session, request, lambda _: None)
+        connection: Any = self
+        return await self.takes.take(connection, self.session, Take(1, *ADDRESS, wait_seconds))
+
+    def send(self, message: dict[str, Any]) -> None:
+        """To the client, before a transfer."""
+        self.fetching.append(message)
+
+    async def acknowledge(self, taken: Taken) -> bool:
+        won = self.takes.acknowledge(self.session, taken.token)
+        return won if isinstance(won, bool) else await won
 
     def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float = 1000.0) -> Any:
         task = self.loop.create_task(coroutine)
@@ -190,22 +203,30 @@ class Pair:
         self.there.at_rest(holds=holds and self.is_remote)
         assert not self.watches
         assert not self.waiting._waiters
-        assert not self.takes._grants
+        assert not self.takes._remote
+        assert not any(self.link.askers._takes.values())
 
 
 @pytest.fixture(params=[True, False], ids=["from another node", "from this node"])
-def pair(request: pytest.FixtureRequest) -> Pair:
-    return Pair(is_remote=request.param)
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    return Pair(monkeypatch, is_remote=request.param)
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """The other node is the owner."""
+    return Pair(monkeypatch, is_remote=True)
 
 
 async def acknowledged(pair: Pair) -> bool:
-    taken = pair.release(await pair.take())
-    return await pair.takes.acknowledge(pair.session, taken.token)
+    return await pair.acknowledge(pair.release(await pair.take()))
 
 
 def test_a_hand_off_is_taken_once(pair: Pair) -> None:
     pair.owner.insert()
     assert pair.run(acknowledged(pair)) is True
+    announced = [{"id": 1, "fetching": HEADER.nbytes}] if pair.is_remote else []
+    assert pair.fetching == announced
     assert pair.run(pair.take(0.0)) is MissReason.ABSENT
     pair.at_rest(holds=False)
 
@@ -220,7 +241,7 @@ def test_a_take_waits_for_the_insert(pair: Pair) -> None:
 @pytest.mark.parametrize("is_returned", [True, False])
 def test_a_take_queues_behind_another_taker(pair: Pair, is_returned: bool) -> None:
     pair.owner.insert()
-    lease = pair.owner.handoffs.take_now(ADDRESS, OTHER)
+    lease = pair.owner.handoffs.take(ADDRESS, OTHER)
     assert lease is not None
     end = pair.owner.handoffs.give_back if is_returned else pair.owner.handoffs.acknowledge
     pair.loop.call_later(1.0, end, lease.token)
@@ -233,7 +254,7 @@ def test_a_take_queues_behind_another_taker(pair: Pair, is_returned: bool) -> No
 
 def test_a_take_that_queues_beyond_its_deadline_leaves_the_queue(pair: Pair) -> None:
     pair.owner.insert()
-    assert pair.owner.handoffs.take_now(ADDRESS, OTHER) is not None
+    assert pair.owner.handoffs.take(ADDRESS, OTHER) is not None
     began = pair.loop.time()
     assert pair.run(pair.take(1.0), 1.5) is MissReason.TAKEN
     assert pair.loop.time() - began < 2.0
@@ -241,33 +262,67 @@ def test_a_take_that_queues_beyond_its_deadline_leaves_the_queue(pair: Pair) -> 
     pair.at_rest(holds=True)
 
 
-def test_an_owner_that_does_not_answer_is_queried_until_the_deadline() -> None:
-    pair = Pair(is_remote=True)
-    pair.owner.insert()
-    pair.link.is_cut = True
-    assert pair.run(pair.take()) is MissReason.PEER_FAILED
-    pair.loop.call_later(2.0, setattr, pair.link, "is_cut", False)
-    assert pair.run(acknowledged(pair)) is True
-    pair.at_rest(holds=False)
+def test_an_owner_that_does_not_answer_is_queried_until_the_deadline(remote: Pair) -> None:
+    remote.owner.insert()
+    remote.link.cut()
+    assert remote.run(remote.take()) is MissReason.PEER_FAILED
+    remote.loop.call_later(2.0, setattr, remote.link, "is_cut", False)
+    assert remote.run(acknowledged(remote)) is True
+    remote.at_rest(holds=False)
 
 
-def test_an_acknowledgement_is_repeated_until_the_lease_is_over() -> None:
-    pair = Pair(is_remote=True)
-    pair.owner.insert()
+def test_an_acknowledgement_is_repeated_until_the_lease_is_over(remote: Pair) -> None:
+    remote.owner.insert()
 
     async def cut_then(*, healed: bool) -> bool:
-        taken = pair.release(await pair.take())
-        pair.link.is_cut = True
+        taken = remote.release(await remote.take())
+        remote.link.cut()
         if healed:
-            pair.loop.call_later(2.0, setattr, pair.link, "is_cut", False)
-        first = pair.takes.acknowledge(pair.session, taken.token)
-        assert pair.takes.acknowledge(pair.session, taken.token) is first, "a repeated request"
+            remote.loop.call_later(2.0, setattr, remote.link, "is_cut", False)
+        first = remote.takes.acknowledge(remote.session, taken.token)
+        assert not isinstance(first, bool)
+        again = remote.takes.acknowledge(remote.session, taken.token)
+        assert again is first, "a repeated request"
         return await first
 
-    assert pair.run(cut_then(healed=False)) is False
-    pair.link.is_cut = False
-    assert pair.run(cut_then(healed=True)) is True
+    assert remote.run(cut_then(healed=False)) is False
+    remote.link.is_cut = False
+    assert remote.run(cut_then(healed=True)) is True
+    remote.at_rest(holds=False)
+
+
+def test_a_repeated_acknowledgement_gets_the_same_answer(pair: Pair) -> None:
+    """Of the session that has the lease; of another one it is lost."""
+    anchor: Any = None
+    other = Session(2, anchor, None)
+
+    async def test() -> None:
+        taken = pair.release(await pair.take())
+        pair.takes.give_back(other, taken.token)
+        assert pair.takes.acknowledge(other, taken.token) is False
+        assert await pair.acknowledge(taken)
+        assert pair.takes.acknowledge(other, taken.token) is False
+        for _ in range(2):
+            assert pair.takes.acknowledge(pair.session, taken.token) is True
+            pair.takes.give_back(pair.session, taken.token)  # too late
+            pair.takes.end(pair.session)
+        await asyncio.sleep(2 * LEASE_SECONDS)
+        assert pair.takes.acknowledge(pair.session, taken.token) is False, "it is forgotten"
+
+    pair.owner.insert()
+    pair.run(test())
     pair.at_rest(holds=False)
+
+
+def test_the_end_of_a_session_gives_back_what_it_has_not_acknowledged(pair: Pair) -> None:
+    pair.owner.insert()
+    taken = pair.release(pair.run(pair.take(), 1.0))
+    assert pair.owner.handoffs.leased(ADDRESS)
+    pair.takes.end(pair.session)
+    pair.loop.run(1.0)
+    assert not pair.owner.handoffs.leased(ADDRESS), "before its lease is over"
+    assert pair.run(pair.acknowledge(taken)) is False
+    pair.at_rest(holds=True)
 
 
 @pytest.mark.parametrize("obstacle", ["none", "leased", "absent", "cut"])
@@ -284,9 +339,10 @@ def test_a_take_that_is_cancelled_at_any_wait_leaves_the_item(pair: Pair, obstac
         begin()
 
     def begin() -> None:
-        pair.link.is_cut = obstacle == "cut"
+        if obstacle == "cut":
+            pair.link.cut()
         if obstacle == "leased":
-            lease = pair.owner.handoffs.take_now(ADDRESS, OTHER)
+            lease = pair.owner.handoffs.take(ADDRESS, OTHER)
             assert lease is not None
             pair.loop.call_later(1.0, pair.owner.handoffs.give_back, lease.token)
 
@@ -297,30 +353,31 @@ def test_a_take_that_is_cancelled_at_any_wait_leaves_the_item(pair: Pair, obstac
     assert waits >= {"none": 0, "leased": 1, "absent": 2, "cut": 0}[obstacle]
 
 
-def test_a_lease_that_comes_in_the_turn_of_the_cancellation_is_given_back() -> None:
-    pair = Pair(is_remote=True)
-    pair.owner.insert()
-    task = pair.loop.create_task(pair.take())
-    answer = pair.link._answer
+def test_a_lease_that_comes_in_the_turn_of_the_cancellation_is_given_back(
+    remote: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.owner.insert()
+    task = remote.loop.create_task(remote.take())
 
-    def answered(asked: "asyncio.Future[Answer]", found: Answer) -> None:
-        answer(asked, found)
-        task.cancel()
+    class Cancels(InMemory):
+        def _deliver(self, message: Any) -> None:
+            super()._deliver(message)
+            if message.get("state") == "leased":
+                task.cancel()
 
-    link: Any = pair.link
-    link._answer = answered
-    pair.loop.run(1.0)
+    monkeypatch.setattr(owners, "Connection", Cancels)
+    remote.loop.run(1.0)
     assert task.cancelled()
-    pair.at_rest(holds=True)
+    remote.at_rest(holds=True)
 
 
 def test_many_queued_takers_that_leave_in_one_turn_are_skipped() -> None:
     loop = VirtualLoop()
     node = Node(loop)
     node.insert()
-    lease = node.handoffs.take_now(ADDRESS, OTHER)
+    lease = node.handoffs.take(ADDRESS, OTHER)
     assert lease is not None
-    tasks = [loop.create_task(node.handoffs.take_queued(ADDRESS, "a peer")) for _ in range(1000)]
+    tasks = [loop.create_task(node.handoffs.queue(ADDRESS, "a peer")) for _ in range(1000)]
     loop.run(0.1)
 
     def leave() -> None:
