@@ -95,16 +95,15 @@ class Handoffs:
     # -- takers
 
     def take(self, address: QualifiedKey, taker: Hashable) -> Lease | None:
-        """Lease the item at `address`, if it is READY and no one is queued for it.
+        """Lease the item at `address`, if it is READY. While takers are queued it is not: they are
+        served as soon as it is.
 
         Raises:
             ProtocolError: the key is shared; an item with many readers cannot be taken.
         """
         if not is_handoff(address[1]):
             raise ProtocolError("only a hand-off can be taken; this key has no request id")
-        if address in self._queues:
-            self._serve(address)
-        return None if address in self._queues else self._lease(address, taker)
+        return self._lease(address, taker)
 
     async def queue(
         self, address: QualifiedKey, taker: Hashable, until: float | None = None

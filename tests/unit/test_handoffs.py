@@ -249,6 +249,11 @@ def test_an_offer_keeps_the_queue_until_it_is_withdrawn(owner: Owner) -> None:
     assert not inserting.done()
     taker = Taker(owner).take()
     assert (inserting.done(), taker.told) == (True, []), "whom a taker waits for is admitted"
+    assert Taker(owner).take(patient=False).told == [None]
+    other = Taker(owner).take()
+    other.leave()
+    owner.handoffs.arrived(NAME)  # another insert of the key is settled
+    assert taker.told == []
     assert owner.land(inserting.result()) > offered.generation
     owner.handoffs.landed(arrival)
     assert taker.told != []
@@ -326,6 +331,17 @@ def test_a_queued_taker_ends_at_its_deadline(owner: Owner, is_in_time: bool) -> 
     else:
         assert isinstance(taking.exception(), TimeoutError)
         assert not owner.handoffs._queues
+
+
+def test_a_lease_that_is_granted_in_the_turn_of_the_cancellation_is_given_back(
+    owner: Owner,
+) -> None:
+    owner.insert()
+    first, second, third = (Taker(owner).take() for _ in range(3))
+    owner.handoffs.give_back(first.token)  # the second one's from now on
+    second.leave()
+    assert second.told == []
+    assert owner.handoffs.acknowledge(third.token)
 
 
 def test_only_hand_offs_are_taken(owner: Owner) -> None:

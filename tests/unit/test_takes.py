@@ -145,6 +145,7 @@ class Pair:
         anchor: Any = None
         self.session = Session(1, anchor, None)
         self.fetching: list[dict[str, Any]] = []
+        self.landed: Callable[[], object] = lambda: None
 
     # What it asks of `Locator`, `Directory` and `Fetcher`.
 
@@ -173,6 +174,7 @@ class Pair:
         item = shelf.reserve(ADDRESS, HEADER, origin="owner", ttl_seconds=None, loan=True)
         assert item is not None
         one.done(Fetched(shelf.commit(item, 1, FETCH_OWNER)))
+        self.landed()
 
     # The test's part.
 
@@ -334,6 +336,8 @@ def test_a_take_that_is_cancelled_at_any_wait_leaves_the_item(pair: Pair, obstac
             pair.takes.give_back(pair.session, taken.token)
 
     async def check() -> None:
+        await asyncio.sleep(2.0)
+        assert not pair.owner.handoffs.leased(ADDRESS), "it need not expire"
         await asyncio.sleep(3 * LEASE_SECONDS)
         pair.at_rest(holds=obstacle != "absent")
         begin()
@@ -353,8 +357,9 @@ def test_a_take_that_is_cancelled_at_any_wait_leaves_the_item(pair: Pair, obstac
     assert waits >= {"none": 0, "leased": 1, "absent": 2, "cut": 0}[obstacle]
 
 
-def test_a_lease_that_comes_in_the_turn_of_the_cancellation_is_given_back(
-    remote: Pair, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["lease", "bytes"])
+def test_what_comes_in_the_turn_of_the_cancellation_is_given_back(
+    remote: Pair, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     remote.owner.insert()
     task = remote.loop.create_task(remote.take())
@@ -362,10 +367,11 @@ def test_a_lease_that_comes_in_the_turn_of_the_cancellation_is_given_back(
     class Cancels(InMemory):
         def _deliver(self, message: Any) -> None:
             super()._deliver(message)
-            if message.get("state") == "leased":
+            if message.get("state") == "leased" and what == "lease":
                 task.cancel()
 
     monkeypatch.setattr(owners, "Connection", Cancels)
+    remote.landed = task.cancel if what == "bytes" else lambda: None
     remote.loop.run(1.0)
     assert task.cancelled()
     remote.at_rest(holds=True)
