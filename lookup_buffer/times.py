@@ -1,10 +1,15 @@
 """Times that must agree across modules, derived from one another. All are in seconds.
 
-A time that only one module uses is defined there. Constants only; assertions check at import that
-they agree.
+A time that only one module uses is defined there. Constants only, and the type of a clock;
+assertions check at import that they agree.
 """
 
+from collections.abc import Callable
 from typing import Final
+
+Clock = Callable[[], float]
+"""Returns a time in seconds, of a monotonic clock where nothing else is said. Bookkeeping gets it
+as an argument."""
 
 # -- a client's call of its node
 

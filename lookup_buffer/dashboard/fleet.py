@@ -19,7 +19,7 @@ from lookup_buffer.inspection.access import CommandError, traces_of
 from lookup_buffer.inspection.findings import IN_PROGRESS, PRESENT, Finding
 from lookup_buffer.inspection.history import Activity, Address, Sample, history_of, take_sample
 from lookup_buffer.node.counters import MISS_REASONS
-from lookup_buffer.node.liveness import Liveness
+from lookup_buffer.node.membership import Liveness
 from lookup_buffer.times import DEAD_AFTER_SECONDS
 from store import BrowsableStore, StoreError, StoreRefused, StoreUnavailable
 from store.record import SAFE_NAME

@@ -23,10 +23,9 @@ from lookup_buffer.errors import NodeUnavailable
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
-from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.locate import Locator
-from lookup_buffer.node.membership import Directory
+from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.owners import GONE, UNREACHED, Answer, Owners
 from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.registrar import Registrar
@@ -102,7 +101,7 @@ class Announcements:
         """Settle the insert if the store has failed, or if it is too late."""
         is_late, address = self.loop.time() >= until, one.item.address
         if address not in self._contests:
-            if is_late or self.registrar.failing or one.item.gone:
+            if is_late or self.registrar.breaker.failures or one.item.gone:
                 one.settle(InsertOutcome.STORED)
         elif is_late:
             self.shelf.remove(one.item, GoneReason.ELSEWHERE)

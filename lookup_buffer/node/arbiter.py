@@ -16,8 +16,8 @@ from time import monotonic
 from typing import Any
 
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.locate import Locator
+from lookup_buffer.node.storage import Breaker
 from lookup_buffer.protocol.messages import ClaimOutcome
 from store import ClaimAnswer, Claiming, Releasing, StoreError, StoreFull, StoreUnavailable
 

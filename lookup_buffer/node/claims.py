@@ -33,8 +33,8 @@ from lookup_buffer.node.arbiter import Arbiter, Decision
 from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import RENEWED, UNASKED, Counters
 from lookup_buffer.node.held_claims import HeldClaims
-from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.locate import Waiting
+from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shelf import Shelf

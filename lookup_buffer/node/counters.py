@@ -1,4 +1,4 @@
-"""The node's counters, by reason, and histograms of seconds.
+"""The node's counters, by reason, histograms of seconds, and the last failed fetches.
 
 The names of counters form a closed set, `COUNTERS`. Clients of the node and `/metrics` get totals;
 Redis gets differences in batches, and hits per key likewise, so that a hit costs no round trip. A
@@ -9,7 +9,7 @@ how the figures are published.
 """
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import accumulate
 from typing import Final
 
@@ -113,6 +113,8 @@ ENCODE_MILLISECONDS: Final = "encode_milliseconds"
 """The number of timed encodes, and their total time: `Counters.encode_seconds`, for Redis."""
 HITS_KEYS_MAX: Final = 100_000
 """Most keys whose hits are kept while the store is away; hits of further keys are dropped."""
+FAILURES_MAX: Final = 64
+"""Most failed fetches that are noted between two beats; others are dropped."""
 
 
 class Counters:
@@ -120,8 +122,9 @@ class Counters:
 
     def __init__(self) -> None:
         self._totals: Counter[str] = Counter()
-        self._unflushed: Counter[str] = Counter()
+        self._flushed: Counter[str] = Counter()
         self._hits: Counter[QualifiedKey] = Counter()
+        self._failures: dict[QualifiedKey, tuple[str, str]] = {}
         self.fetch_seconds = Histogram()
         """Successful fetches, from the request to the verified bytes."""
         self.loop_blocked_seconds = Histogram()
@@ -132,7 +135,6 @@ class Counters:
     def add(self, name: str, amount: int = 1) -> None:
         assert name in COUNTERS, name
         self._totals[name] += amount
-        self._unflushed[name] += amount
 
     def miss(self, reason: MaybeMissed) -> None:
         self.add(f"misses_{reason or MissReason.ABSENT}")
@@ -145,9 +147,8 @@ class Counters:
     def encoded(self, seconds: float) -> None:
         """An engine stored an output, `seconds` after it reported the start of the encode."""
         self.encode_seconds.observe(seconds)
-        for name, amount in ((ENCODES, 1), (ENCODE_MILLISECONDS, round(seconds * 1e3))):
-            self._totals[name] += amount
-            self._unflushed[name] += amount
+        self._totals[ENCODES] += 1
+        self._totals[ENCODE_MILLISECONDS] += round(seconds * 1e3)
 
     def hit(self, item: Item, count: int = 1) -> None:
         """Count hits of `item`, local or remote by its origin, and by its key."""
@@ -166,25 +167,42 @@ class Counters:
     def totals(self) -> dict[str, int]:
         return dict(self._totals)
 
-    def take_unflushed(self) -> tuple[dict[str, int], dict[QualifiedKey, int]]:
-        """Counters and hits since the last call; on failure return them by `put_back`."""
-        counters, hits = self._unflushed, self._hits
-        self._unflushed, self._hits = Counter(), Counter()
-        return dict(counters), dict(hits)
+    def take_unflushed(self) -> dict[str | None, dict[str, int]]:
+        """What was counted since the last call: None → counters, each namespace → hits by key. On
+        failure return it by `put_back`."""
+        taken: defaultdict[str | None, dict[str, int]] = defaultdict(dict)
+        if counters := self._totals - self._flushed:
+            taken[None] = counters
+        for (namespace, key), count in self._hits.items():
+            taken[namespace][key] = count
+        self._flushed, self._hits = self._totals.copy(), Counter()
+        return dict(taken)
 
-    def put_back(self, counters: dict[str, int], hits: dict[QualifiedKey, int]) -> None:
-        self._unflushed.update(counters)
-        for address, count in hits.items():
-            self._count_hits(address, count)
+    def put_back(self, namespace: str | None, counts: dict[str, int]) -> None:
+        if namespace is None:
+            self._flushed.subtract(counts)
+            return
+        for key, count in counts.items():
+            self._count_hits((namespace, key), count)
+
+    def fetch_failed(self, address: QualifiedKey, reason: str, holder: str) -> None:
+        """The fetch of `address` from `holder` failed because of `reason`, which no record
+        explains."""
+        if len(self._failures) < FAILURES_MAX or address in self._failures:
+            self._failures[address] = (reason, holder)
+
+    def take_failures(self) -> dict[QualifiedKey, tuple[str, str]]:
+        """The failed fetches since the last call: reason and holder by address."""
+        failures, self._failures = self._failures, {}
+        return failures
 
     def _count_source(self, item: Item, count: int) -> None:
         source = "local" if item.origin == "local" else "remote"
         self._count_to(source, count, count * item.nbytes)
 
     def _count_to(self, source: str, count: int, nbytes: int) -> None:
-        for name, amount in ((f"hits_{source}", count), (f"bytes_hit_{source}", nbytes)):
-            self._totals[name] += amount
-            self._unflushed[name] += amount
+        self._totals[f"hits_{source}"] += count
+        self._totals[f"bytes_hit_{source}"] += nbytes
 
     def _count_hits(self, address: QualifiedKey, count: int) -> None:
         if address in self._hits or len(self._hits) < HITS_KEYS_MAX:

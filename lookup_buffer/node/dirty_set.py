@@ -11,11 +11,12 @@ frozen server resumes. So once such an address was written, it is written again,
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from lookup_buffer.key import QualifiedKey, is_handoff
+from lookup_buffer.times import Clock
 from store import Location
 
 BATCH = 64
@@ -49,30 +50,24 @@ class Change:
     """Written before, and now again: after new changes and at a bounded rate."""
 
 
-@dataclass(slots=True)
-class Walk:
-    """Addresses of the whole inventory, to be written again. They become changes only when it is
-    their turn: 200,000 changes at once would block the loop for a second."""
-
-    left: list[QualifiedKey] = field(default_factory=list)
-    """The next is the last."""
-    began_at: float = 0.0
-    """What was written later needs no rewriting."""
-
-
 class DirtySet:
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._pace = Pace(AGAIN_PER_SECOND_MAX, BATCH, clock)
+        self._limiter = RateLimiter(AGAIN_PER_SECOND_MAX, BATCH, clock)
         self._urgent: dict[QualifiedKey, Change] = {}
         """Hand-offs that appeared: bounded by the arena."""
         self._fresh: dict[QualifiedKey, Change] = {}
-        self._again: dict[QualifiedKey, Change] = {}
-        self._walk = Walk()
-        self._next_walk = Walk()
         self._held: dict[str, dict[QualifiedKey, Change]] = {}
         """By server, see `hold`: not due before `retry`."""
+        self._again: dict[QualifiedKey, Change] = {}
+        """Rewrites of what is in none of the queues above."""
+        self._walk: list[QualifiedKey] = []
+        """Rewrites of the inventory, the next one last. They become changes only when it is their
+        turn: 200,000 changes at once would block the loop for a second."""
+        self._walk_began_at = 0.0
+        """What was written later needs no rewriting."""
         self._recent: dict[QualifiedKey, tuple[float, Change]] = {}
+        """What was written within RECENT_SECONDS and when, as rewrites; the oldest first."""
         self._taken_at = -math.inf
         """When new changes were taken last."""
         self._doubtful: set[QualifiedKey] = set()
@@ -84,12 +79,15 @@ class DirtySet:
         return bool(self._urgent) or len(self._fresh) in (1, BATCH)
 
     def walk(self, addresses: Sequence[QualifiedKey], per_second: float) -> None:
-        """Write `addresses` again, in this order and at most `per_second`.
+        """Write `addresses` again, in this order and at most `per_second`. The walk before has
+        ended, see `walking`."""
+        self._limiter.per_second = per_second
+        self._walk, self._walk_began_at = list(reversed(addresses)), self._clock()
 
-        The walk before is finished first. It replaces one that has not begun.
-        """
-        self._pace.per_second = per_second
-        self._next_walk = Walk(list(reversed(addresses)), self._clock())
+    @property
+    def walking(self) -> bool:
+        """Whether a walk has not ended."""
+        return bool(self._walk)
 
     def repeat_recent(self) -> None:
         """Write again what was written within RECENT_SECONDS."""
@@ -99,7 +97,7 @@ class DirtySet:
 
     def take(self, most: int = BATCH) -> list[Change]:
         """Remove and return up to `most` changes that are due. Return those that could not be
-        written by `put_back`."""
+        written by `put_back` or `hold`, and report the others by `written`."""
         fresh = _pop_first(self._urgent, most)
         fresh += _pop_first(self._fresh, most - len(fresh))
         self._forget_old()
@@ -108,19 +106,10 @@ class DirtySet:
         for change in fresh:
             self._recent.pop(change.address, None)
             written = Change(change.address, change.reason, paced=True)
-            self._recent[change.address] = (self._clock(), written)
-        room = self._pace.take(min(most - len(fresh), self._count_again()))
+            self._recent[change.address] = (self._taken_at, written)
+        room = self._limiter.take(min(most - len(fresh), self._count_again()))
         again = _pop_first(self._again, room)
         return fresh + again + self._walk_on(room - len(again))
-
-    def put_back(self, changes: Iterable[Change]) -> None:
-        """Return changes that were not written, each to the end of its queue.
-
-        A newer change of the same address wins.
-        """
-        for change in changes:
-            self._doubt(change)
-            self._put_back(change)
 
     def written(self, changes: Iterable[Change]) -> None:
         """These were written; those in doubt are written once more."""
@@ -129,36 +118,43 @@ class DirtySet:
                 self._doubtful.discard(change.address)
                 self._add_again(Change(change.address, change.reason, paced=True))
 
-    def hold(self, changes: Iterable[Change], place_of: Callable[[QualifiedKey], str]) -> set[str]:
-        """As `put_back`, for changes that are not due before `retry`, as their servers were not
-        reached. Returns the names of these servers, as `place_of` gives them."""
-        places = set()
+    def put_back(self, changes: Iterable[Change]) -> None:
+        """Return changes that were not written, each to the end of its queue.
+
+        A newer change of the same address wins.
+        """
         for change in changes:
             self._doubt(change)
-            place = place_of(change.address)
-            places.add(place)
-            if any(change.address in queue for queue in self._due_or_held()):
-                self._put_back(change)
-            else:
-                self._held.setdefault(place, {})[change.address] = change
-        while self._count_held() > FRESH_MAX:
+            self._return(change)
+
+    def hold(self, change: Change, place: str) -> None:
+        """As `put_back`, for a change that is not due before `retry`, as its server, `place`, was
+        not reached."""
+        self._doubt(change)
+        if self._queue_of(change.address) is not None:
+            self._return(change)
+            return
+        self._held.setdefault(place, {})[change.address] = change
+        if self._count_held() > FRESH_MAX:
             longest = max(self._held.values(), key=len)
             del longest[next(iter(longest))]
-        return places
 
     def retry(self, most: int = BATCH) -> set[str]:
         """Make up to `most` of the held changes due: some of each server, those first that were
         held longest. Returns the names of the servers."""
         places = set(self._held)
         for place in places:
-            self._retry(place, max(1, most // len(places)))
+            self.retry_place(place, max(1, most // len(places)))
         return places
 
     def retry_place(self, place: str, most: int) -> int:
-        """Make up to `most` held changes of this server due, as it is reached again. Returns how
-        many are still held."""
-        self._retry(place, most)
-        return len(self._held.get(place, ()))
+        """Make up to `most` held changes of this server due. Returns how many are still held."""
+        held = self._held.get(place, {})
+        for change in _pop_first(held, most):
+            self._return(change)
+        if not held:
+            self._held.pop(place, None)
+        return len(held)
 
     def wait_seconds(self) -> float | None:
         """Seconds until what `take` returns is worth a round trip; None if the set is empty."""
@@ -168,61 +164,28 @@ class DirtySet:
         if self._fresh:
             waits.append(max(0.0, self._taken_at + TOGETHER_SECONDS - self._clock()))
         if again := self._count_again():
-            waits.append(self._pace.wait_seconds(again))
+            waits.append(self._limiter.wait_seconds(again))
         return min(waits, default=None)
 
     def __len__(self) -> int:
-        """What is in two walks counts twice."""
-        due = len(self._urgent) + len(self._fresh) + self._count_again()
-        return due + self._count_held()
+        new = len(self._urgent) + len(self._fresh)
+        return new + self._count_again() + self._count_held()
 
     def _count_again(self) -> int:
-        return len(self._again) + len(self._walk.left) + len(self._next_walk.left)
-
-    def _walk_on(self, most: int) -> list[Change]:
-        """The next `most` addresses of the walk, less those that were or will be written since."""
-        if not self._walk.left:
-            self._walk, self._next_walk = self._next_walk, Walk()
-        walk = self._walk
-        begin = max(0, len(walk.left) - most)
-        walk.left[begin:], addresses = [], walk.left[begin:]
-        return [
-            Change(address, "", paced=True)
-            for address in reversed(addresses)
-            if not any(address in queue for queue in (*self._due_or_held(), self._again))
-            and self._written_at(address) < walk.began_at
-        ]
-
-    def _written_at(self, address: QualifiedKey) -> float:
-        recent = self._recent.get(address)
-        return -math.inf if recent is None else recent[0]
+        return len(self._again) + len(self._walk)
 
     def _count_held(self) -> int:
         return sum(map(len, self._held.values()))
 
-    def _due_or_held(self) -> tuple[dict[QualifiedKey, Change], ...]:
-        """All that is not a rewrite."""
-        return (self._urgent, self._fresh, *self._held.values())
-
-    def _retry(self, place: str, most: int) -> None:
-        held = self._held.get(place, {})
-        for change in _pop_first(held, min(most, len(held))):
-            self._put_back(change)
-        if not held:
-            self._held.pop(place, None)
-
-    def _put_back(self, change: Change) -> None:
-        if change.paced:
-            self._add_again(change)
-            return
-        newer = self._pop(change.address)
-        self._add(change)
-        if newer is not None:
-            self._add(newer)
+    def _queue_of(self, address: QualifiedKey) -> dict[QualifiedKey, Change] | None:
+        """Where its change is, unless there is none, or only a rewrite."""
+        queues = (self._urgent, self._fresh, *self._held.values())
+        return next((queue for queue in queues if address in queue), None)
 
     def _add(self, change: Change) -> None:
         self._again.pop(change.address, None)
-        older = self._pop(change.address)
+        queue = self._queue_of(change.address)
+        older = None if queue is None else queue.pop(change.address)
         if older is not None and change.claim_token is None:
             change = replace(change, claim_token=older.claim_token)
         if not change.reason and is_handoff(change.address[1]):
@@ -232,17 +195,35 @@ class DirtySet:
         if len(self._fresh) > FRESH_MAX:
             del self._fresh[next(iter(self._fresh))]
 
+    def _add_again(self, change: Change) -> None:
+        if self._queue_of(change.address) is None:
+            self._again.setdefault(change.address, change)
+
+    def _return(self, change: Change) -> None:
+        if change.paced:
+            self._add_again(change)
+            return
+        queue = self._queue_of(change.address)
+        newer = None if queue is None else queue.pop(change.address)
+        self._add(change)
+        if newer is not None:
+            self._add(newer)
+
     def _doubt(self, change: Change) -> None:
         if len(self._doubtful) < FRESH_MAX:
             self._doubtful.add(change.address)
 
-    def _pop(self, address: QualifiedKey) -> Change | None:
-        found = [queue.pop(address) for queue in self._due_or_held() if address in queue]
-        return found[0] if found else None
-
-    def _add_again(self, change: Change) -> None:
-        if not any(change.address in queue for queue in self._due_or_held()):
-            self._again.setdefault(change.address, change)
+    def _walk_on(self, most: int) -> list[Change]:
+        """The next `most` addresses of the walk, less those that were or will be written since."""
+        begin, never = max(0, len(self._walk) - most), (-math.inf, None)
+        self._walk[begin:], addresses = [], self._walk[begin:]
+        return [
+            Change(address, "", paced=True)
+            for address in reversed(addresses)
+            if address not in self._again
+            and self._queue_of(address) is None
+            and self._recent.get(address, never)[0] < self._walk_began_at
+        ]
 
     def _forget_old(self) -> None:
         bound = self._clock() - RECENT_SECONDS
@@ -257,8 +238,10 @@ def _pop_first(changes: dict[QualifiedKey, Change], most: int) -> list[Change]:
     return [changes.pop(address) for address in list(islice(changes, most))]
 
 
-class Pace:
-    def __init__(self, per_second: float, at_once: int, clock: Callable[[], float]) -> None:
+class RateLimiter:
+    """Allows `per_second` on average, and after a pause up to `at_once` together."""
+
+    def __init__(self, per_second: float, at_once: int, clock: Clock) -> None:
         self.per_second = per_second
         self._at_once = at_once
         self._clock = clock
@@ -280,6 +263,7 @@ class Pace:
 
     def _earn(self) -> None:
         now = self._clock()
-        self._credit += (now - self._credited_at) * self.per_second
-        self._credit = min(self._credit, float(self._at_once))
+        earned = (now - self._credited_at) * self.per_second
+        # Rounded, so that it is whole after `wait_seconds`.
+        self._credit = min(round(self._credit + earned, 9), float(self._at_once))
         self._credited_at = now

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.membership import Directory
-from lookup_buffer.node.storage import Storage
+from lookup_buffer.node.storage import Breaker, Storage
 from lookup_buffer.shm.index import RemoteIndex
 from store import (
     Found,

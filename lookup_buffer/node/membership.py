@@ -8,26 +8,32 @@ nodes, which `publisher` withdraws.
 id would overwrite each other's records. So a node that finds a beat of another boot with its id
 watches it first: if that beat changes, this node ends; if not, it takes the id over. Used on the
 loop's thread only.
+
+`Liveness` is the failure detector: a node increments a sequence number in Redis each second. It is
+alive if that number changed recently as seen from here; no other machine's clock is used. Pure
+bookkeeping without I/O; the clock is an argument. The dashboard has one, too.
 """
 
 import asyncio
 import math
+import secrets
+import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.liveness import Liveness
 from lookup_buffer.times import (
     BEAT_SECONDS,
+    BLIND_SECONDS,
     DEAD_AFTER_SECONDS,
     LONG_DEAD_SECONDS,
     STALL_SECONDS,
     WATCH_SECONDS,
+    Clock,
 )
 from store import (
     Beat,
@@ -50,8 +56,93 @@ later."""
 WATCH_AGAIN_SECONDS = 0.25
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """`boot` is new at every start: locations of an earlier boot are void."""
+
+    node: str
+    boot: str
+    endpoint: str
+
+    @classmethod
+    def create(cls, node_id: str | None, endpoint: str) -> "Identity":
+        boot = secrets.token_hex(8)
+        return cls(node_id or f"{socket.gethostname()[:40]}-{boot[:4]}", boot, endpoint)
+
+
+@dataclass(slots=True)
+class _Sighting:
+    boot: str
+    sequence: int
+    changed_at: float
+
+
+class Liveness:
+    """The known nodes, and since when their sequence has not changed."""
+
+    def __init__(self, dead_after_seconds: float = DEAD_AFTER_SECONDS) -> None:
+        self._dead_after_seconds = dead_after_seconds
+        self._sightings: dict[str, _Sighting] = {}
+        self._observed_at = -math.inf
+        self._looking_since = math.inf
+
+    def observe(
+        self, beats: Mapping[str, tuple[str, int]], now: float, *, complete: bool = True
+    ) -> None:
+        """Apply one reading of all beats: node → (boot, sequence).
+
+        Nodes that are absent have shut down. After the store lost its data the reading is not
+        `complete`: absent nodes are then judged by their last beat.
+        """
+        if now - self._observed_at > BLIND_SECONDS or not complete:
+            self._looking_since = now
+        self._observed_at = now
+        if complete:
+            for node in self._sightings.keys() - beats.keys():
+                del self._sightings[node]
+        for node, (boot, sequence) in beats.items():
+            seen = self._sightings.get(node)
+            if seen is None or (seen.boot, seen.sequence) != (boot, sequence):
+                self._sightings[node] = _Sighting(boot, sequence, now)
+
+    def forgive(self, seconds: float, now: float) -> None:
+        """This process was stopped for `seconds`: that time does not count as silence of others."""
+        for seen in self._sightings.values():
+            seen.changed_at = min(now, seen.changed_at + seconds)
+
+    def alive(self, node: str, boot: str, now: float) -> bool:
+        """Whether this boot of `node` beat recently; another boot counts as another node."""
+        seen = self.sees(node, boot)
+        return seen and now - self._sightings[node].changed_at <= self._dead_after_seconds
+
+    def dead_seconds(self, node: str, boot: str) -> float:
+        """How long this boot has been dead, at the last reading; 0 if it may be alive.
+
+        Stricter than `alive`, since its callers remove what others wrote: time without readings, or
+        in which the store was losing its data, does not count. Infinite for a boot that another
+        boot of the same node has replaced: it never returns.
+        """
+        seen = self._sightings.get(node)
+        if seen is not None and seen.boot != boot:
+            return math.inf
+        since = self._looking_since
+        if seen is not None:
+            since = max(since, seen.changed_at)
+        silent = self._observed_at - since
+        return silent if silent > self._dead_after_seconds else 0.0
+
+    def sees(self, node: str, boot: str) -> bool:
+        """Whether the last reading had this boot: it may have died since, but was not replaced."""
+        seen = self._sightings.get(node)
+        return seen is not None and seen.boot == boot
+
+    def boots(self) -> Iterable[tuple[str, str]]:
+        """(node, boot) of all that have not shut down, alive or not."""
+        return [(node, seen.boot) for node, seen in self._sightings.items()]
+
+
 class Directory:
-    def __init__(self, node: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, node: str, clock: Clock = time.monotonic) -> None:
         self._node = node
         self._clock = clock
         self._refreshing = asyncio.Lock()
@@ -98,14 +189,10 @@ class Directory:
             self._note_unseen(boot, -math.inf)  # it has beaten before, so it is not a new node
         self._infos = {boot: info for boot, info in self._infos.items() if boot in boots}
         unknown = [node for node, boot in boots if (node, boot) not in self._infos]
-        infos: dict[str, NodeInfo] = {}
         if unknown:
-            with suppress(
-                StoreUnavailable
-            ):  # a server of the cluster is down: repeated with the next beat
-                infos = await store.node_infos(unknown)
-            for info in infos.values():
-                self._infos[info.node, info.boot] = info
+            with suppress(StoreUnavailable):  # a server is down: repeated with the next beat
+                for info in (await store.node_infos(unknown)).values():
+                    self._infos[info.node, info.boot] = info
 
     def tick(self) -> None:
         """Detect nodes that died. To be called a few times a second, also while the store is down.
@@ -182,9 +269,8 @@ class Directory:
             return False
         if not self._liveness.dead_seconds(*boot):
             return False
-        return self._liveness.sees(*boot) or self.refreshed_at > self._note_unseen(
-            boot, self._clock()
-        )
+        seen = self._liveness.sees(*boot)
+        return seen or self.refreshed_at > self._note_unseen(boot, self._clock())
 
     def is_replaced(self, location: Location) -> bool:
         """Whether another boot replaced it, so that it never returns."""
@@ -248,7 +334,7 @@ class Pulse(Enum):
 @dataclass(slots=True)
 class Heartbeat:
     identity: Identity
-    clock: Callable[[], float] = time.monotonic
+    clock: Clock = time.monotonic
     established: bool = False
     """Whether the id is ours. Before that nothing may be published."""
     _sequence: int = 0

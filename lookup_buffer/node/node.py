@@ -1,8 +1,8 @@
 """The node: builds its parts, runs the loop until it is stopped, and closes them in order.
 
 This is the map of the folder. An arrow is a call; in brackets the thread of what is called, if it
-is not the loop's. The loop's thread is the process's main thread. `counters`, `loop`, `identity`
-and `breaker` are used by many and not drawn, nor is `connection` to other nodes.
+is not the loop's. The loop's thread is the process's main thread. `counters` and `loop` are used
+by many and not drawn, nor is `connection` to other nodes.
 
     clients ─► connection ─► server                 a call or a task for each request
       server ─► shelf                               pins
@@ -59,15 +59,14 @@ from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arbiter import Arbiter
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.devices import Lanes, Pools, Sightings
+from lookup_buffer.node.devices import Lanes, Pools
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.held_claims import HeldClaims
 from lookup_buffer.node.http import HttpProcess
-from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.locate import LOOK_AGAIN_SECONDS, POLL_SECONDS, Locator, Waiting
 from lookup_buffer.node.loop import BlockedLog, NodeLoop
-from lookup_buffer.node.membership import Directory
+from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.owners import Askers, Owners
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.publisher import Report
@@ -113,7 +112,6 @@ class Node:
         self._counters = Counters()
         self._loop = NodeLoop(self._counters.loop_blocked_seconds.observe)
         self._blocked_log = BlockedLog(self._loop)
-        self._fault: ConfigError | None = None
         self._shelf = Shelf(config.capacity_bytes, self._changed)
         self._pools = Pools(self._shelf, lambda address: self._changed(address, ""))
         token = config.token.get_secret_value() if config.token else None
@@ -144,12 +142,9 @@ class Node:
             self._identity,
             self._counters,
             config.record_ttl_seconds,
-            self._give_up,
+            self._held_claims,
+            self._pools,
             self._report,
-            failed_fetches=self._fetcher.failed,
-            count_claims=lambda: len(self._held_claims),
-            endpoints=lambda: self._pools.endpoints,
-            look_for_pools=Sightings(directory, self._pools).look,
         )
         self._owners = Owners(self._loop, directory, token)
         self._announcements = Announcements(
@@ -176,7 +171,6 @@ class Node:
             loop, shelf, handoffs, self._owners, self._locator, directory, self._identity,
             waiting, self._fetcher,
         )  # fmt: skip
-        self._registrar.ask_for_devices(self._pools.device_of)
         return Server(
             loop=loop,
             identity=self._identity,
@@ -239,13 +233,8 @@ class Node:
             faulthandler.dump_traceback_later(END_SECONDS, exit=True)
             self._blocked_log.close()
             self._close()
-        if self._fault is not None:
-            raise self._fault
-
-    def _give_up(self, fault: ConfigError) -> None:
-        """Stop the node because of `fault`."""
-        self._fault = fault
-        self._loop.stop()
+        if self._registrar.fault is not None:
+            raise self._registrar.fault
 
     def _check_deaths(self) -> None:
         self._directory.tick()

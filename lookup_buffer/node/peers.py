@@ -22,9 +22,9 @@ from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, Movers, greet
 from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.acceptor import RETRY_SECONDS, listening_socket
 from lookup_buffer.protocol.auth import Purpose

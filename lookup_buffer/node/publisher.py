@@ -1,26 +1,28 @@
 """The publisher: writes the dirty set to the store, many changes in one round trip.
 
-It writes what the arena holds at that moment, so the newest state always wins. Called by
-`registrar` on the loop's thread.
+It writes what the arena holds at that moment, so the newest state always wins. A batch takes up to
+four steps, each one call of the store for all of its changes: withdraw what is gone and what is
+void; publish what is here; replace dead nodes in full records; release the claims of what was not
+published. A change whose server of a cluster was not reached in one step takes no part in the next
+ones and is held. Called by `registrar` on the loop's thread.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.devices import Pools
 from lookup_buffer.node.dirty_set import Change, DirtySet
-from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.inventory import Item
-from lookup_buffer.node.membership import Directory
+from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.times import HANDOFF_GONE_SECONDS
+from lookup_buffer.times import HANDOFF_GONE_SECONDS, Clock
 from store import (
     GONE_SECONDS,
-    DeviceLocation,
     GoneReason,
     Location,
     MetadataStore,
@@ -42,18 +44,44 @@ Report = tuple[QualifiedKey, int, Publication]
 
 
 @dataclass(slots=True)
+class _Batch:
+    """Changes that are being written, and those of them whose server was not reached."""
+
+    store: MetadataStore
+    unreached: dict[Change, None] = field(default_factory=dict)
+
+    async def outcomes(
+        self, changes: Sequence[Change], call: Awaitable[Sequence[_T | None]]
+    ) -> list[_T | None]:
+        """The results of a call for these changes; None if the server was not reached.
+
+        Raises:
+            StoreUnavailable: no server was reached, and there is only one, as far as it is known.
+        """
+        found: Sequence[_T | None] = [None] * len(changes)
+        try:
+            found = await call
+        except StoreUnavailable:
+            if not all(self.store.place_of(*change.address) for change in changes):
+                raise
+        outcomes = [None if one is Publication.UNREACHED else one for one in found]
+        missed = zip(changes, outcomes, strict=True)
+        self.unreached |= dict.fromkeys(change for change, one in missed if one is None)
+        return outcomes
+
+
+@dataclass(slots=True)
 class Publisher:
     shelf: Shelf
     directory: Directory
     identity: Identity
     counters: Counters
+    pools: Pools
     dirty: DirtySet
     record_ttl_seconds: float
     report: Callable[[Sequence[Report]], None]
     """Called with the results of a batch's hand-offs."""
-    clock: Callable[[], float] = time.monotonic
-    device_of: Callable[[Item, str], DeviceLocation | None] = lambda _item, _node: None
-    """The device location beside a copy."""
+    clock: Clock = time.monotonic
     in_flight: int = 0
     """Changes that are being written: they are not in the dirty set."""
 
@@ -76,9 +104,11 @@ class Publisher:
                 raise
             finally:
                 self.in_flight = 0
-            missed = set(unreached)
-            self.dirty.written(change for change in changes if change not in missed)
-            places |= self.dirty.hold(unreached, lambda address: store.place_of(*address))
+            self.dirty.written(change for change in changes if change not in unreached)
+            for change in unreached:
+                place = store.place_of(*change.address)
+                self.dirty.hold(change, place)
+                places.add(place)
             if self.clock() >= until or self.dirty.wait_seconds() != 0.0:
                 break
             await asyncio.sleep(0)  # a store that is not reached may fail at once
@@ -90,58 +120,53 @@ class Publisher:
         if void:
             await store.withdraw_many([_void(*address, location) for address, location in void])
 
-    async def _write(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
+    async def _write(self, store: MetadataStore, changes: Sequence[Change]) -> dict[Change, None]:
         """Write one batch; returns the changes whose server was not reached."""
+        batch = _Batch(store)
         here = [(change, self.shelf.published(change.address)) for change in changes]
         gone = [change for change, item in here if item is None]
-        publishings = {
-            change: self._publishing(item, change) for change, item in here if item is not None
-        }
-        unreached = await self._withdraw(store, gone) if gone else []
-        return unreached + await self._publish(store, publishings)
-
-    async def _withdraw(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
-        node = self.identity.node
-        withdrawings = [
-            Withdrawing(
-                *change.address,
-                node,
-                change.reason or GoneReason.GONE,
-                gone_seconds=_gone_seconds(change.address),
-                # Write the reason also if the record was never published or has expired; but
-                # not if a peer merely requested an item that is not here.
-                may_have_ended=change.reason != GoneReason.STALE,
-            )
-            for change in changes
+        withdrawings = [(change, self._withdrawing(change)) for change in gone]
+        withdrawings += [
+            (change, _void(*change.address, location))
+            for change, item in here
+            if item is not None
+            for location in change.void
         ]
-        outcomes = await _outcomes(store, changes, lambda: store.withdraw_many(withdrawings), None)
-        unreached = [change for change, gone in zip(changes, outcomes, strict=True) if gone is None]
-        return unreached + await self._release(store, [c for c in changes if c not in unreached])
+        if withdrawings:
+            withdraw = store.withdraw_many([one for _, one in withdrawings])
+            await batch.outcomes([change for change, _ in withdrawings], withdraw)
+        publishings = {
+            change: self._publishing(item, change)
+            for change, item in here
+            if item is not None and change not in batch.unreached
+        }
+        ended = gone + (await self._publish(batch, publishings) if publishings else [])
+        releasings = {
+            change: Releasing(*change.address, change.claim_token)
+            for change in ended
+            if change.claim_token is not None and change not in batch.unreached
+        }
+        if releasings:  # nothing is published for them, so no engine is to wait for them
+            release = store.release_many(list(releasings.values()))
+            await batch.outcomes(list(releasings), release)
+        return batch.unreached
 
-    async def _publish(
-        self, store: MetadataStore, publishings: Mapping[Change, Publishing]
-    ) -> list[Change]:
-        unreached = await self._withdraw_before(store, publishings)
-        publishings = {c: one for c, one in publishings.items() if c not in unreached}
-        full: dict[Change, Publishing] = {}
+    async def _publish(self, batch: _Batch, publishings: dict[Change, Publishing]) -> list[Change]:
+        """Returns the changes that cannot be published."""
         unpublished: list[Change] = []
+        full: dict[Change, Publishing] = {}
         reports: list[Report] = []
-        outcomes = await _outcomes(
-            store,
-            publishings,
-            lambda: store.publish_many(list(publishings.values())),
-            Publication.UNREACHED,
-        )
-        for (change, publishing), outcome in zip(publishings.items(), outcomes, strict=True):
-            if publishing.sole:
-                reports.append((change.address, publishing.location.generation, outcome))
+        publish = batch.store.publish_many(list(publishings.values()))
+        outcomes = await batch.outcomes(list(publishings), publish)
+        for (change, one), outcome in zip(publishings.items(), outcomes, strict=True):
+            if one.sole:
+                result = outcome or Publication.UNREACHED
+                reports.append((change.address, one.location.generation, result))
             match outcome:
                 case Publication.ADDED | Publication.PRESENT:
                     self.counters.add("publish_written")
                 case Publication.FULL:
-                    full[change] = publishing
-                case Publication.UNREACHED:
-                    unreached.append(change)
+                    full[change] = one
                 case Publication.REFUSED:
                     self.counters.add("publish_refused")
                     unpublished.append(change)
@@ -150,72 +175,50 @@ class Publisher:
                     unpublished.append(change)
         if reports:
             self.report(reports)
-        unreached += await self._make_room(store, full) if full else []
-        return unreached + await self._release(store, unpublished)
-
-    async def _withdraw_before(
-        self, store: MetadataStore, changes: Iterable[Change]
-    ) -> list[Change]:
-        """Withdraw the locations in `Change.void`. Returns the changes that have to wait for it."""
-        voids = [(change, location) for change in changes for location in change.void]
-        if not voids:
-            return []
-        withdrawings = [_void(*change.address, location) for change, location in voids]
-        outcomes = await _outcomes(
-            store, [c for c, _ in voids], lambda: store.withdraw_many(withdrawings), None
-        )
-        missed = (c for (c, _), gone in zip(voids, outcomes, strict=True) if gone is None)
-        return list(dict.fromkeys(missed))
-
-    async def _release(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
-        """Nothing is published for these: release their claims, so that no engine waits for
-        them. Returns as `_write`."""
-        claimed = [change for change in changes if change.claim_token is not None]
-        if not claimed:
-            return []
-        releasings = [Releasing(*c.address, c.claim_token) for c in claimed if c.claim_token]
-        outcomes = await _outcomes(store, claimed, lambda: store.release_many(releasings), None)
-        return [c for c, released in zip(claimed, outcomes, strict=True) if released is None]
-
-    async def _make_room(
-        self, store: MetadataStore, publishings: Mapping[Change, Publishing]
-    ) -> list[Change]:
-        """If dead nodes fill a record's list of locations, replace one by this node. Returns the
-        changes whose server was not reached."""
-        try:
-            return await self._replace_dead(store, publishings)
-        except StoreUnavailable:
-            if not _have_places(store, publishings):
-                raise
-            return list(publishings)
+        if full:
+            replace = self._replace_dead(batch.store, list(full.values()))
+            await batch.outcomes(list(full), replace)
+        return unpublished
 
     async def _replace_dead(
-        self, store: MetadataStore, publishings: Mapping[Change, Publishing]
-    ) -> list[Change]:
-        dead: list[Withdrawing] = []
-        again: dict[Change, Publishing] = {}
-        records = await store.look_up([change.address for change in publishings])
+        self, store: MetadataStore, full: Sequence[Publishing]
+    ) -> list[Publication]:
+        """Where dead nodes fill a record's list of locations, publish in place of one of them."""
+        records = await store.look_up([(one.record.namespace, one.record.key) for one in full])
         await self.directory.refresh(store)  # after the reading: see Directory.dead_seconds
-        for (change, publishing), record in zip(publishings.items(), records, strict=True):
-            of_dead = [
-                _void(*change.address, location)
-                for location in (record.locations if isinstance(record, Record) else ())
+        dead = [
+            [
+                _void(record.namespace, record.key, location)
+                for location in record.locations
                 if self.directory.dead_seconds(location) > 0
             ]
-            if of_dead:
-                again[change] = publishing
-                dead += of_dead
-        if not dead:
-            return []
-        await store.withdraw_many(dead)
-        outcomes = await store.publish_many(list(again.values()))
-        missed = zip(again, outcomes, strict=True)
-        return [change for change, outcome in missed if outcome is Publication.UNREACHED]
+            if isinstance(record, Record)
+            else []
+            for record in records
+        ]
+        outcomes = [Publication.FULL] * len(full)
+        again = [n for n, of_dead in enumerate(dead) if of_dead]
+        if again:
+            await store.withdraw_many([one for of_dead in dead for one in of_dead])
+            published = await store.publish_many([full[n] for n in again])
+            for n, outcome in zip(again, published, strict=True):
+                outcomes[n] = outcome
+        return outcomes
+
+    def _withdrawing(self, change: Change) -> Withdrawing:
+        return Withdrawing(
+            *change.address,
+            self.identity.node,
+            change.reason or GoneReason.GONE,
+            gone_seconds=_gone_seconds(change.address),
+            # Write the reason also if the record was never published or has expired; but not if
+            # a peer merely requested an item that is not here.
+            may_have_ended=change.reason != GoneReason.STALE,
+        )
 
     def _publishing(self, item: Item, change: Change) -> Publishing:
-        header = item.header
+        header, identity = item.header, self.identity
         namespace, key = item.address
-        identity = self.identity
         location = Location(identity.node, identity.boot, item.generation, item.checksum)
         record = Record(
             namespace=namespace,
@@ -228,7 +231,7 @@ class Publisher:
             device=item.device,
         )
         ttl_seconds, sole = self._ttl_seconds(item), is_handoff(key)
-        device = self.device_of(item, identity.node)
+        device = self.pools.device_of(item, identity.node)
         return Publishing(record, location, ttl_seconds, change.claim_token, sole, device)
 
     def _ttl_seconds(self, item: Item) -> float:
@@ -237,30 +240,6 @@ class Publisher:
             return self.record_ttl_seconds
         # At most the time between renewals, so that the record of a dead holder expires.
         return min(self.record_ttl_seconds, max(remaining, 0.001))
-
-
-async def _outcomes(
-    store: MetadataStore,
-    changes: Collection[Change],
-    call: Callable[[], Awaitable[list[_T]]],
-    missed: _T,
-) -> list[_T]:
-    """The outcomes of a call for these changes; `missed` for each if none of their servers was
-    reached, but others of the cluster may be. On one server the error is raised: then the beat
-    fails, too."""
-    if not changes:
-        return []
-    try:
-        return await call()
-    except StoreUnavailable:
-        if not _have_places(store, changes):
-            raise
-        return [missed] * len(changes)
-
-
-def _have_places(store: MetadataStore, changes: Iterable[Change]) -> bool:
-    """Whether they are on servers of a cluster, as far as it is known."""
-    return all(store.place_of(*change.address) for change in changes)
 
 
 def _gone_seconds(address: QualifiedKey) -> int:

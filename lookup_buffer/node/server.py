@@ -21,8 +21,8 @@ from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection, Fields, Seat, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes
-from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.insert import Inserts
+from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.prefetch import Prefetches
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
@@ -346,7 +346,7 @@ class Server:
             **asdict(self.shelf.gauges()),
             "unpublished": self.registrar.pending(),
             "store_up": int(self.registrar.store_up),
-            "store_breaker_open": int(self.registrar.breaker_open),
+            "store_breaker_open": int(self.registrar.breaker.open),
             "nodes_alive": self.registrar.directory.count_alive(),
             "claims": len(self.claims.held),
             "sessions": len(self._sessions),

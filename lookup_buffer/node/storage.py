@@ -3,23 +3,62 @@
 Opening may wait for an embedded server to start, so it happens on a thread (`lb-open`), and does
 not delay the node's start. A package's store is opened when the node starts. Created by `node.py`;
 runs on the loop's thread.
+
+`Breaker` is a circuit breaker: after some failures in a row, no calls for a while. Pure
+bookkeeping; the clock is an argument. `registrar` has one, `locate` and `arbiter` have one for each
+server.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.times import Clock
 from store import EmbeddedServer, EmbeddedServerError, MetadataStore, StoreError, StoreUnavailable
 from store.schemes import is_foreign
 
 if TYPE_CHECKING:
     from store.base import Forgotten, Mirror, MirrorClaims
 
+FAILURES_TO_OPEN = 3
+OPEN_SECONDS_MIN = 0.1
+OPEN_SECONDS_MAX = 1.0
+
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Closed: calls pass. Open: calls are refused until a pause is over; then one call probes."""
+
+    clock: Clock
+    failures: int = 0
+    """Since the last success."""
+    _pause_seconds: float = 0.0
+    _closed_at: float = 0.0
+
+    @property
+    def open(self) -> bool:
+        return self.failures >= FAILURES_TO_OPEN
+
+    def allows(self) -> bool:
+        return not self.open or self.clock() >= self._closed_at
+
+    def succeeded(self) -> None:
+        self.failures = 0
+        self._pause_seconds = 0.0
+
+    def failed(self) -> None:
+        self.failures += 1
+        if self.open:
+            pause = max(2 * self._pause_seconds, OPEN_SECONDS_MIN)
+            self._pause_seconds = min(pause, OPEN_SECONDS_MAX)
+            self._closed_at = self.clock() + self._pause_seconds
 
 
 class Storage:
@@ -35,13 +74,14 @@ class Storage:
         self._server: EmbeddedServer | None = None
 
     async def store(self) -> MetadataStore:
-        """The store, opened at the first call.
+        """The store, opened at the first call. If the embedded server died, it is restarted; its
+        socket's path stays.
 
         Raises:
             StoreUnavailable: the embedded server cannot be started.
         """
-        if self._store is None:
-            await self._finish(self._open_once())
+        if self._store is None or (self._server is not None and not self._server.running):
+            await self._finish(self._open())
         assert self._store is not None
         return self._store
 
@@ -58,7 +98,7 @@ class Storage:
         if not is_foreign(self._config.store_url):
             return True
         try:
-            self._store = self._open()
+            self._store = self._make_store()
         except StoreError as error:
             raise ConfigError(str(error)) from error
         return self._store.has_mirror
@@ -67,14 +107,6 @@ class Storage:
         """A mirror of the opened store and claims over its connections; None if it has none."""
         assert self._store is not None
         return self._store.mirror(forgotten)
-
-    async def revive(self) -> None:
-        """Restart the embedded server if it died; its socket's path stays.
-
-        Raises:
-            StoreUnavailable: it cannot be started.
-        """
-        await self._finish(self._restart())
 
     async def close(self) -> None:
         """Close what is open, and what is being opened once it is. Then nothing is opened."""
@@ -93,22 +125,18 @@ class Storage:
         task.add_done_callback(self._tasks.discard)
         await asyncio.shield(task)
 
-    async def _open_once(self) -> None:
+    async def _open(self) -> None:
+        """Start the embedded server if it is not running, and open the store if it is not open."""
         async with self._opening:
-            self._check_open()
-            if self._store is None:
-                self._store = await _on_thread(self._open)
-
-    async def _restart(self) -> None:
-        async with self._opening:
-            self._check_open()
-            if self._server is not None and not self._server.running:
-                self._server.close()
+            if self._closed:
+                raise StoreUnavailable("the node is shutting down")
+            server = self._server
+            if self._config.store_url == "embedded" and not (server and server.running):
+                if server is not None:
+                    server.close()
                 self._server = await _on_thread(self._start_server)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreUnavailable("the node is shutting down")
+            if self._store is None:
+                self._store = await _on_thread(self._make_store)
 
     def _start_server(self) -> EmbeddedServer:
         try:
@@ -117,13 +145,9 @@ class Storage:
         except EmbeddedServerError as error:
             raise StoreUnavailable(str(error)) from error
 
-    def _open(self) -> MetadataStore:
+    def _make_store(self) -> MetadataStore:
         config = self._config
-        url = config.store_url
-        if url == "embedded":
-            if self._server is None:
-                self._server = self._start_server()
-            url = self._server.url
+        url = config.store_url if self._server is None else self._server.url
         seconds = config.store_timeout_seconds
         try:
             return config.store_access().open_async(url, seconds, name=self._node)

@@ -21,9 +21,8 @@ from lookup_buffer.errors import MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.connection import Connection, Session
 from lookup_buffer.node.handoffs import Handoffs, Lease
-from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.locate import Located, Locator, Waiting
-from lookup_buffer.node.membership import Directory
+from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.owners import UNREACHED, Answer, Owners, again_seconds
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted

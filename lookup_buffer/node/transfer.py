@@ -61,8 +61,6 @@ TOLD_TOGETHER_BYTES = 1 << 20
 AT_ONCE_BYTES = 256 << 10
 """Up to so many bytes that have arrived are received on the loop: 50 µs, as long as a thread needs
 to begin."""
-NOTED_MAX = 64
-"""Bound on the failures that are noted between two beats; others are dropped."""
 _TOLD = (MissReason.CHECKSUM, MissReason.PEER_FAILED)
 """Failures that are written to the store; the record explains the others."""
 FETCH_OWNER = -1
@@ -109,23 +107,6 @@ class Wanted:
     @property
     def nbytes(self) -> int:
         return self.located.record.nbytes if self.located.record else 0
-
-
-@dataclass(slots=True)
-class FailedFetches:
-    """Recent failed fetches: which keys, from which node and why."""
-
-    _noted: dict[QualifiedKey, tuple[str, str]] = field(default_factory=dict)
-
-    def note(self, address: QualifiedKey, reason: str, holder: str) -> None:
-        """The fetch of `address` from `holder` failed because of `reason`."""
-        if len(self._noted) < NOTED_MAX or address in self._noted:
-            self._noted[address] = (reason, holder)
-
-    def take(self) -> dict[QualifiedKey, tuple[str, str]]:
-        """Failures since the last call: reason and holder by address."""
-        noted, self._noted = self._noted, {}
-        return noted
 
 
 @dataclass(slots=True, eq=False)
@@ -199,7 +180,6 @@ class Fetcher:
     shelf: Shelf
     counters: Counters
     token: str | None
-    failed: FailedFetches = field(default_factory=FailedFetches)
     _holders: dict[tuple[str, str], Holder] = field(default_factory=lambda: defaultdict(Holder))
     """By node and address."""
     _fetches: "set[asyncio.Task[None]]" = field(default_factory=set)
@@ -393,7 +373,7 @@ class Fetcher:
             if held is None:
                 self.counters.add(f"fetches_failed_{reason}")
             if reason in _TOLD:
-                self.failed.note(one.address, reason, one.source[0].node)
+                self.counters.fetch_failed(one.address, reason, one.source[0].node)
             if held is None and reason != MissReason.NO_ROOM and one.untried:
                 self._choose(one)
                 self._start([one])

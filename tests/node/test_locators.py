@@ -17,7 +17,7 @@ from store import EmbeddedServer, open_store
 NAMESPACE = Namespace.named("tests").fingerprint
 SOON_SECONDS = 2.0
 DEATH_SECONDS = 6.0
-"""A death is noticed within six, see lookup_buffer.node.liveness."""
+"""A death is noticed within six, see lookup_buffer.node.membership."""
 
 
 class Pair:

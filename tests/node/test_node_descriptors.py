@@ -16,7 +16,7 @@ NO_DESCRIPTOR_LEFT = """
 import asyncio, resource, socket, time
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.auth import Purpose, connect

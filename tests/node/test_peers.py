@@ -13,8 +13,8 @@ from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import NodeRefused, PipeError
 from lookup_buffer.node import peers
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, dial
+from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.auth import Purpose, connect

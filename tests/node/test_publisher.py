@@ -10,9 +10,9 @@ import pytest
 from awaited import at_once, awaited
 from clusters import ValkeyCluster, slot_of
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.devices import Pools
 from lookup_buffer.node.dirty_set import BATCH, TOGETHER_SECONDS, Change, DirtySet
-from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.membership import Directory
+from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.publisher import Publisher, Report
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.header import TensorHeader
@@ -61,8 +61,8 @@ class Bench:
         self.directory = Directory("us", self.clock)
         identity = Identity("us", "usboot", "tcp://us:1")
         self.publisher = Publisher(
-            self.shelf, self.directory, identity, self.counters, self.dirty, 60.0,
-            self.reports.extend, self.clock,
+            self.shelf, self.directory, identity, self.counters,
+            Pools(self.shelf, lambda _: None), self.dirty, 60.0, self.reports.extend, self.clock,
         )  # fmt: skip
         self.sequence = 0
 

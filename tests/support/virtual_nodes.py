@@ -17,8 +17,8 @@ from lookup_buffer.node.arbiter import Decision
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.held_claims import HeldClaims
-from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.locate import Waiting
+from lookup_buffer.node.membership import Identity
 from lookup_buffer.protocol.messages import ClaimAll, ClaimOutcome, Encoding, Unclaim
 from store import ClaimAnswer, Claiming, ClaimState, Releasing
 from virtual_loop import VirtualLoop

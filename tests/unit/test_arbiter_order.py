@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from lookup_buffer.node.arbiter import CLOSE_SECONDS, Arbiter, Decision
-from lookup_buffer.node.breaker import FAILURES_TO_OPEN
+from lookup_buffer.node.storage import FAILURES_TO_OPEN
 from store import ClaimAnswer, Claiming, ClaimState, Releasing, StoreUnavailable
 from virtual_loop import VirtualLoop
 

@@ -16,10 +16,10 @@ def test_hits_that_are_not_written_are_bounded() -> None:
     for n in range(HITS_KEYS_MAX + 10):
         counters.hit(item_of(f"k{n}"))
     counters.hit(item_of("k0"))
-    totals, hits = counters.take_unflushed()
-    assert totals["hits_local"] == HITS_KEYS_MAX + 11
-    assert len(hits) == HITS_KEYS_MAX
-    assert hits["ns", "k0"] == 2
+    taken = counters.take_unflushed()
+    assert taken[None]["hits_local"] == HITS_KEYS_MAX + 11
+    assert len(taken["ns"]) == HITS_KEYS_MAX
+    assert taken["ns"]["k0"] == 2
 
 
 def test_returned_hits_are_added_and_bounded() -> None:
@@ -29,11 +29,12 @@ def test_returned_hits_are_added_and_bounded() -> None:
     taken = counters.take_unflushed()
     counters.hit(item_of("k0"))
     counters.hit(item_of("new"))
-    counters.put_back(*taken)
-    totals, hits = counters.take_unflushed()
-    assert totals["hits_local"] == HITS_KEYS_MAX + 2
-    assert len(hits) == HITS_KEYS_MAX
-    assert (hits["ns", "k0"], hits["ns", "new"]) == (2, 1)
+    for namespace, counts in taken.items():
+        counters.put_back(namespace, counts)
+    taken = counters.take_unflushed()
+    assert taken[None]["hits_local"] == HITS_KEYS_MAX + 2
+    assert len(taken["ns"]) == HITS_KEYS_MAX
+    assert (taken["ns"]["k0"], taken["ns"]["new"]) == (2, 1)
 
 
 def test_hits_and_their_bytes_are_counted_by_source() -> None:
@@ -41,10 +42,11 @@ def test_hits_and_their_bytes_are_counted_by_source() -> None:
     counters.hit(item_of("a"), count=3)
     counters.hit(item_of("b", origin="node-b"))
     counters.hit_handoff(item_of("c", origin="node-b"))
-    totals, hits = counters.take_unflushed()
+    taken = counters.take_unflushed()
+    totals = taken[None]
     assert (totals["hits_local"], totals["bytes_hit_local"]) == (3, 21)
     assert (totals["hits_remote"], totals["bytes_hit_remote"]) == (2, 14)
-    assert set(hits) == {("ns", "a"), ("ns", "b")}
+    assert set(taken["ns"]) == {"a", "b"}
 
 
 def test_a_histogram_counts_durations_up_to_each_bound() -> None:

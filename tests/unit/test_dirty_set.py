@@ -71,8 +71,8 @@ def test_changes_of_a_sequence_are_due_together() -> None:
 
 def test_held_changes_are_due_when_they_are_retried() -> None:
     dirty = DirtySet(Clock())
-    held = [of("a", token="t"), of("b"), of("c"), Change(("ns", "old"), "", paced=True)]
-    assert dirty.hold(held, lambda _: "server") == {"server"}
+    for change in (of("a", token="t"), of("b"), of("c"), Change(("ns", "old"), "", paced=True)):
+        dirty.hold(change, "server")
     assert (len(dirty), dirty.take(), dirty.wait_seconds()) == (4, [], None)
     dirty.add(of("a", "evicted"))
     dirty.walk([("ns", "b"), ("ns", "d")], 1000.0)
@@ -89,18 +89,20 @@ def test_held_changes_are_due_when_they_are_retried() -> None:
 def test_a_server_that_is_back_is_not_delayed_by_one_that_is_still_down() -> None:
     dirty = DirtySet(Clock())
 
-    def place_of(address: tuple[str, str]) -> str:
-        return address[1][0]
-
     def write(down: str) -> None:
         while changes := dirty.take():
-            missed.update(dirty.hold([c for c in changes if c.address[1][0] in down], place_of))
+            for change in changes:
+                place = change.address[1][0]
+                if place in down:
+                    dirty.hold(change, place)
+                    missed.add(place)
             written.extend(key for key in keys(changes) if key[0] not in down)
 
     written: list[str] = []
     missed: set[str] = set()
     names = [f"{server}{n}" for server in "abc" for n in range(1000)]
-    dirty.hold(map(of, names), place_of)
+    for name in names:
+        dirty.hold(of(name), name[0])
     retried = dirty.retry()
     write(down="ac")
     assert (retried, missed) == ({"a", "b", "c"}, {"a", "c"})
@@ -186,7 +188,8 @@ def test_what_was_written_after_a_write_without_an_answer_is_written_once_more()
     certain, *others = dirty.take()
     dirty.written([certain])
     dirty.put_back(others[:1])
-    dirty.hold(others[1:], lambda _: "a server")
+    for change in others[1:]:
+        dirty.hold(change, "a server")
     dirty.add(of("gone", "evicted"))  # meanwhile
     dirty.retry()
     again = dirty.take()
@@ -267,17 +270,15 @@ def test_a_walk_of_a_large_inventory_blocks_the_loop_for_less_than_a_tenth_of_a_
     assert time.thread_time() - began < 0.1
 
 
-def test_a_walk_is_finished_before_the_next() -> None:
-    clock = Clock()
-    dirty = DirtySet(clock)
-    for key in "abc":  # the second one has not begun when the third comes
-        dirty.walk([("ns", f"{key}{n}") for n in range(3)], 1e6)
-        if key == "a":
-            assert keys(dirty.take(1)) == ["a0"]
-    written = []
-    while len(dirty):
-        written += keys(dirty.take(1))
-    assert written == ["a1", "a2", "c0", "c1", "c2"]
+def test_a_walk_has_ended_when_all_of_it_was_taken() -> None:
+    dirty = DirtySet(Clock())
+    walking = [dirty.walking]
+    dirty.walk([("ns", f"a{n}") for n in range(3)], 1e6)
+    for n in range(3):
+        walking.append(dirty.walking)
+        assert keys(dirty.take(1)) == [f"a{n}"]
+    walking.append(dirty.walking)
+    assert walking == [False, True, True, True, False]
 
 
 def test_a_walk_leaves_out_what_was_written_since_it_began() -> None:
@@ -289,7 +290,7 @@ def test_a_walk_leaves_out_what_was_written_since_it_began() -> None:
     dirty.walk([("ns", key) for key in ("before", "since", "waits", "held")], 1e6)
     dirty.add(of("since", "evicted"))
     assert keys(dirty.take(1)) == ["since"]
-    dirty.hold([of("held")], lambda _: "server")
+    dirty.hold(of("held"), "server")
     dirty.add(of("waits"))
     clock.now += 1.0
     assert keys(dirty.take()) == ["waits", "before"]

@@ -4,8 +4,7 @@ import pytest
 
 from awaited import at_once, awaited
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.membership import Heartbeat, Pulse
+from lookup_buffer.node.membership import Heartbeat, Identity, Pulse
 from lookup_buffer.times import WATCH_SECONDS
 from memory_store import MemoryStore
 from store import Beat, NodeInfo, StoreUnavailable

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookup_buffer.node.liveness import Liveness
+from lookup_buffer.node.membership import Liveness
 
 
 def test_a_node_that_moves_lives_and_one_that_stands_still_dies() -> None:

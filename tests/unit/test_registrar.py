@@ -3,17 +3,18 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from awaited import awaited
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
+from lookup_buffer.node import registrar as registrar_module
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.devices import Pools
 from lookup_buffer.node.dirty_set import RECENT_SECONDS
-from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.membership import Directory
+from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.registrar import WALK_PAUSE_SECONDS, Registrar
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
@@ -42,10 +43,7 @@ class Given(Storage):
 
 
 @contextmanager
-def registrar_on(
-    store: BlockingStore,
-    give_up: Callable[[ConfigError], None] = lambda _: None,
-) -> Iterator[tuple[Registrar, Shelf]]:
+def registrar_on(store: BlockingStore) -> Iterator[tuple[Registrar, Shelf]]:
     loop = VirtualLoop()
     shelf = Shelf(1 << 20, lambda address, reason: registrar.changed(address, reason))
     identity = Identity("us", "usboot", "tcp://us:1")
@@ -57,9 +55,9 @@ def registrar_on(
         identity,
         Counters(),
         1800.0,
-        give_up,
+        {},
+        Pools(shelf, lambda _: None),
         lambda _: None,
-        loop.time,
     )
     registrar.start()
     yield registrar, shelf
@@ -200,6 +198,22 @@ def test_an_evicted_node_publishes_its_whole_inventory() -> None:
     assert "us" not in store.beats(), "it left when it was closed"
 
 
+def test_a_loss_of_all_data_during_a_walk_causes_another_walk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registrar_module, "AGAIN_PER_SECOND_MAX", 10.0)
+    store, keys = Losing(), [f"k{n}" for n in range(100)]
+    with registrar_on(store) as (registrar, shelf):
+        for key in keys:
+            insert(shelf, key)
+        assert comes_true(registrar, lambda: registrar.pending() == 0, 10.0)
+        for _ in range(2):
+            store.clear_all()
+            assert comes_true(registrar, lambda: any(held(store, *keys)), 3.0)
+            assert not all(held(store, *keys)), "the walk has not ended"
+        assert comes_true(registrar, lambda: all(held(store, *keys)), 20.0)
+
+
 class Interrupted(MemoryStore):
     """While it writes a namespace, something else happens."""
 
@@ -222,15 +236,15 @@ def test_a_namespace_that_is_described_anew_meanwhile_is_written_anew() -> None:
         )
 
 
-def test_a_replaced_node_is_notified_once_and_writes_nothing_more() -> None:
-    store, told = MemoryStore(), list[ConfigError]()
-    with registrar_on(store, told.append) as (registrar, shelf):
+def test_a_replaced_node_ends_and_writes_nothing_more() -> None:
+    store = MemoryStore()
+    with registrar_on(store) as (registrar, shelf):
         assert comes_true(registrar, lambda: "us" in store.beats(), 3.0)
         store.beat("us", "later", 1, replacing=store.beats()["us"])
-        assert comes_true(registrar, lambda: told, 3.0)
+        assert comes_true(registrar, lambda: registrar.fault, 3.0)
         insert(shelf, "k")
-    assert len(told) == 1
-    assert "boot later" in str(told[0])
+    assert isinstance(registrar.fault, ConfigError)
+    assert "boot later" in str(registrar.fault)
     assert held(store, "k") == [False]
     assert store.beats()["us"].boot == "later"
 
@@ -268,16 +282,19 @@ def test_a_bug_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> N
 def test_a_bug_at_the_restart_of_the_embedded_server_ends_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def no_thread(_: Storage) -> None:
+    failed = 0
+
+    async def no_thread(_: Storage) -> NoReturn:
+        nonlocal failed
+        failed += 1
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(Given, "revive", no_thread)
-    store = Failing()
-    with registrar_on(store) as (registrar, _):
+    with registrar_on(MemoryStore()) as (registrar, _):
         assert comes_true(registrar, lambda: registrar.store_up, 3.0)
-        store.error = StoreUnavailable("it was killed")
-        assert comes_true(registrar, lambda: store.failed >= 3, 5.0)
-        store.error = None
+        with monkeypatch.context() as patch:
+            patch.setattr(Given, "store", no_thread)
+            assert comes_true(registrar, lambda: failed >= 3, 5.0)
+            assert not registrar.store_up
         assert comes_true(registrar, lambda: registrar.store_up, 3.0)
     assert "can't start new thread" in caplog.text
 

@@ -11,7 +11,7 @@ import pytest
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.node import storage as storage_module
 from lookup_buffer.node.storage import Storage
-from store import StoreUnavailable
+from store import EmbeddedServerError, StoreUnavailable
 
 START_SECONDS = 0.5
 
@@ -56,7 +56,7 @@ def test_at_its_start(storage: Storage) -> None:
         closing = asyncio.create_task(storage.close())
         await asyncio.sleep(0)
         with pytest.raises(StoreUnavailable, match="shutting down"):
-            await storage.revive()
+            await storage.store()
         await closing
         with suppress(StoreUnavailable):
             await waiting
@@ -69,10 +69,30 @@ def test_at_its_restart(storage: Storage) -> None:
     async def stop() -> None:
         await storage.store()
         Server.made[0].running = False  # it was killed
-        reviving = asyncio.create_task(storage.revive())
+        reviving = asyncio.create_task(storage.store())
         await asyncio.sleep(START_SECONDS / 5)
         await cancelled(reviving)
         await storage.close()
 
     asyncio.run(stop())
+    assert [server.running for server in Server.made] == [False, False]
+
+
+def test_a_restart_that_failed_is_tried_again(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise EmbeddedServerError("no such program")
+
+    async def restart() -> None:
+        await storage.store()
+        Server.made[0].running = False
+        with monkeypatch.context() as patch:
+            patch.setattr(Server, "start", fail)
+            with pytest.raises(StoreUnavailable, match="no such program"):
+                await storage.store()
+        await storage.store()
+        await storage.close()
+
+    asyncio.run(restart())
     assert [server.running for server in Server.made] == [False, False]

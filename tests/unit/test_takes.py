@@ -16,8 +16,8 @@ from lookup_buffer.node import links, owners
 from lookup_buffer.node.connection import Connection, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
-from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.locate import Located, Waiting
+from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.owners import Askers, Owners
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.takes import Taken, Takes
