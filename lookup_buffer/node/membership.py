@@ -327,7 +327,7 @@ class Pulse(Enum):
     WATCHING = "watching"
     """A beat of another boot has our id; whether that boot lives is not known yet."""
     NEW = "new"
-    """The store had no beat of ours: this is the first one, or the store has lost its data."""
+    """This beat is the first one of ours, or the first one since the store lost its data."""
     KNOWN = "known"
 
 
@@ -338,6 +338,8 @@ class Heartbeat:
     established: bool = False
     """Whether the id is ours. Before that nothing may be published."""
     _sequence: int = 0
+    _has_failed: bool = False
+    """Since the last beat that succeeded."""
     _other: Beat | None = None
     _watched_since: float = 0.0
 
@@ -364,9 +366,14 @@ class Heartbeat:
 
     async def _beat(self, store: MetadataStore, replacing: Beat | None = None) -> Pulse:
         self._sequence += 1
-        identity = self.identity
+        identity, had_failed, self._has_failed = self.identity, self._has_failed, True
         known = await store.beat(identity.node, identity.boot, self._sequence, replacing=replacing)
         self.established, self._other = True, None
+        if known and had_failed:
+            # A beat that had failed for us may have been carried out after the store lost its data.
+            # Then the description of this node is gone.
+            known = await self._info(identity.boot, store) is not None
+        self._has_failed = False
         return Pulse.KNOWN if known else Pulse.NEW
 
     async def _watch(self, found: Beat, store: MetadataStore) -> Pulse:
@@ -396,10 +403,12 @@ class Heartbeat:
         )
 
     async def _named(self, found: Beat, store: MetadataStore) -> str:
-        try:
-            infos = await store.node_infos([self.identity.node])
-            info = infos.get(self.identity.node)
-        except StoreError:
-            info = None
-        known = info is not None and info.boot == found.boot
-        return f"boot {found.boot}" + (f" on host {info.host}" if info and known else "")
+        info = None
+        with suppress(StoreError):
+            info = await self._info(found.boot, store)
+        return f"boot {found.boot}" + (f" on host {info.host}" if info else "")
+
+    async def _info(self, boot: str, store: MetadataStore) -> NodeInfo | None:
+        """What the store has of this boot of the node."""
+        info = (await store.node_infos([self.identity.node])).get(self.identity.node)
+        return info if info is not None and info.boot == boot else None

@@ -221,8 +221,6 @@ class Registrar:
     _walked_at: float = 0.0
     _walk_pause_seconds: float = 0.0
     """The next walk of the inventory is due so long after the last one began."""
-    _beat_failed: bool = False
-    """Since the last beat that succeeded."""
     _failovers: int = 0
 
     def __post_init__(self) -> None:
@@ -376,12 +374,8 @@ class Registrar:
     async def _beat(self, store: MetadataStore, began: float) -> None:
         self.shelf.remove_expired()
         was_established = self._heartbeat.established
-        try:
-            pulse = await self._heartbeat.beat(store)
-        except StoreError:
-            self._beat_failed = True
-            raise
-        if pulse is Pulse.NEW or (pulse is Pulse.KNOWN and await self._is_forgotten(store)):
+        pulse = await self._heartbeat.beat(store)
+        if pulse is Pulse.NEW:
             self._walk_pause_seconds = 0.0  # all is written again, also if this beat fails below
             self._undescribed |= self._namespaces.keys()
             self._tasks.resume()
@@ -397,16 +391,6 @@ class Registrar:
         self._repeat(store)
         due = began + self._heartbeat.pause_seconds()
         await self._tasks.run_until(due, store, self._beat_tasks)
-
-    async def _is_forgotten(self, store: MetadataStore) -> bool:
-        """Whether the store lost its data, and a beat that had failed for us hid it: it was carried
-        out after the loss. Then the description of this node is gone."""
-        if not self._beat_failed:
-            return False
-        me = self.identity
-        info = (await store.node_infos([me.node])).get(me.node)
-        self._beat_failed = False
-        return info is None or info.boot != me.boot
 
     def _repeat(self, store: MetadataStore) -> None:
         """Write again what may be lost: after a failover recent changes at once, since a replica

@@ -49,6 +49,37 @@ def test_a_store_that_lost_its_data_is_distinguished_from_a_known_node(
     assert mine.established
 
 
+class Deaf(MemoryStore):
+    """It carries out all beats, and some answers are lost."""
+
+    loses_answers = False
+
+    def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
+        known = super().beat(node, boot, sequence, replacing=replacing)
+        if self.loses_answers:
+            raise StoreUnavailable("no answer in time")
+        return known
+
+
+@pytest.mark.parametrize("pulse", [Pulse.NEW, Pulse.KNOWN])
+def test_a_loss_of_data_is_noticed_after_a_beat_without_an_answer(
+    clock: Clock, pulse: Pulse
+) -> None:
+    mine, store = heart(clock), Deaf()
+    info = NodeInfo("node-1", "mine", "tcp://127.0.0.1:1", "h", "0", 1, 0, 0)
+    at_once(mine.beat(awaited(store)))
+    store.describe_node(info)
+    if pulse is Pulse.NEW:
+        store.leave("node-1", "mine")
+    store.loses_answers = True
+    with pytest.raises(StoreUnavailable):
+        at_once(mine.beat(awaited(store)))
+    store.loses_answers = False
+    assert at_once(mine.beat(awaited(store))) is pulse
+    store.describe_node(info)
+    assert at_once(mine.beat(awaited(store))) is Pulse.KNOWN
+
+
 def test_a_boot_without_new_beats_is_replaced(clock: Clock, store: MemoryStore) -> None:
     store.beat("node-1", "old", 7)
     mine = heart(clock)
