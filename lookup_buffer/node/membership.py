@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
@@ -70,19 +69,13 @@ class Identity:
         return cls(node_id or f"{socket.gethostname()[:40]}-{boot[:4]}", boot, endpoint)
 
 
-@dataclass(slots=True)
-class _Sighting:
-    boot: str
-    sequence: int
-    changed_at: float
-
-
 class Liveness:
     """The known nodes, and since when their sequence has not changed."""
 
     def __init__(self, dead_after_seconds: float = DEAD_AFTER_SECONDS) -> None:
         self._dead_after_seconds = dead_after_seconds
-        self._sightings: dict[str, _Sighting] = {}
+        self._beats: dict[str, tuple[str, int]] = {}
+        self._changed_at: dict[str, float] = {}
         self._observed_at = -math.inf
         self._looking_since = math.inf
 
@@ -97,23 +90,25 @@ class Liveness:
         if now - self._observed_at > BLIND_SECONDS or not complete:
             self._looking_since = now
         self._observed_at = now
-        if complete:
-            for node in self._sightings.keys() - beats.keys():
-                del self._sightings[node]
-        for node, (boot, sequence) in beats.items():
-            seen = self._sightings.get(node)
-            if seen is None or (seen.boot, seen.sequence) != (boot, sequence):
-                self._sightings[node] = _Sighting(boot, sequence, now)
+        before, self._beats = self._beats, {**({} if complete else self._beats), **beats}
+        self._changed_at = {
+            node: self._changed_at[node] if before.get(node) == beat else now
+            for node, beat in self._beats.items()
+        }
 
     def forgive(self, seconds: float, now: float) -> None:
         """This process was stopped for `seconds`: that time does not count as silence of others."""
-        for seen in self._sightings.values():
-            seen.changed_at = min(now, seen.changed_at + seconds)
+        for node, at in self._changed_at.items():
+            self._changed_at[node] = min(now, at + seconds)
+
+    def sees(self, node: str, boot: str) -> bool:
+        """Whether the last reading had this boot: it may have died since, but was not replaced."""
+        return node in self._beats and self._beats[node][0] == boot
 
     def alive(self, node: str, boot: str, now: float) -> bool:
         """Whether this boot of `node` beat recently; another boot counts as another node."""
         seen = self.sees(node, boot)
-        return seen and now - self._sightings[node].changed_at <= self._dead_after_seconds
+        return seen and now - self._changed_at[node] <= self._dead_after_seconds
 
     def dead_seconds(self, node: str, boot: str) -> float:
         """How long this boot has been dead, at the last reading; 0 if it may be alive.
@@ -122,23 +117,15 @@ class Liveness:
         in which the store was losing its data, does not count. Infinite for a boot that another
         boot of the same node has replaced: it never returns.
         """
-        seen = self._sightings.get(node)
-        if seen is not None and seen.boot != boot:
+        if node in self._beats and not self.sees(node, boot):
             return math.inf
-        since = self._looking_since
-        if seen is not None:
-            since = max(since, seen.changed_at)
+        since = max(self._looking_since, self._changed_at.get(node, -math.inf))
         silent = self._observed_at - since
         return silent if silent > self._dead_after_seconds else 0.0
 
-    def sees(self, node: str, boot: str) -> bool:
-        """Whether the last reading had this boot: it may have died since, but was not replaced."""
-        seen = self._sightings.get(node)
-        return seen is not None and seen.boot == boot
-
-    def boots(self) -> Iterable[tuple[str, str]]:
+    def boots(self) -> set[tuple[str, str]]:
         """(node, boot) of all that have not shut down, alive or not."""
-        return [(node, seen.boot) for node, seen in self._sightings.items()]
+        return {(node, boot) for node, (boot, _) in self._beats.items()}
 
 
 class Directory:
@@ -184,7 +171,7 @@ class Directory:
         observed = {node: (beat.boot, beat.sequence) for node, beat in beats.items()}
         complete = now - self._lost_at >= DEAD_AFTER_SECONDS
         self._liveness.observe(observed, now, complete=complete)
-        boots = set(self._liveness.boots())
+        boots = self._liveness.boots()
         for boot in self._infos.keys() - boots:
             self._note_unseen(boot, -math.inf)  # it has beaten before, so it is not a new node
         self._infos = {boot: info for boot, info in self._infos.items() if boot in boots}
@@ -323,14 +310,6 @@ class Directory:
         return sum(self._liveness.alive(*boot, now) for boot in self._liveness.boots())
 
 
-class Pulse(Enum):
-    WATCHING = "watching"
-    """A beat of another boot has our id; whether that boot lives is not known yet."""
-    NEW = "new"
-    """This beat is the first one of ours, or the first one since the store lost its data."""
-    KNOWN = "known"
-
-
 @dataclass(slots=True)
 class Heartbeat:
     identity: Identity
@@ -343,8 +322,11 @@ class Heartbeat:
     _other: Beat | None = None
     _watched_since: float = 0.0
 
-    async def beat(self, store: MetadataStore) -> Pulse:
-        """Write a beat.
+    async def beat(self, store: MetadataStore) -> bool:
+        """Write a beat, or watch the one of another boot that has our id.
+
+        Returns whether the store knew no beat of ours: this is the first one, or the first one
+        since the store lost its data. Then all has to be published again.
 
         Raises:
             ConfigError: the id belongs to another node; this one must end.
@@ -364,7 +346,7 @@ class Heartbeat:
         """Seconds until the next beat."""
         return WATCH_AGAIN_SECONDS if self._other else BEAT_SECONDS
 
-    async def _beat(self, store: MetadataStore, replacing: Beat | None = None) -> Pulse:
+    async def _beat(self, store: MetadataStore, replacing: Beat | None = None) -> bool:
         self._sequence += 1
         identity, had_failed, self._has_failed = self.identity, self._has_failed, True
         known = await store.beat(identity.node, identity.boot, self._sequence, replacing=replacing)
@@ -374,9 +356,9 @@ class Heartbeat:
             # Then the description of this node is gone.
             known = await self._info(identity.boot, store) is not None
         self._has_failed = False
-        return Pulse.KNOWN if known else Pulse.NEW
+        return not known
 
-    async def _watch(self, found: Beat, store: MetadataStore) -> Pulse:
+    async def _watch(self, found: Beat, store: MetadataStore) -> bool:
         now = self.clock()
         if self._other is None or self._other.boot != found.boot:
             self._other, self._watched_since = found, now
@@ -392,7 +374,7 @@ class Heartbeat:
                 return await self._beat(store, replacing=found)
             except NodeTaken as taken:
                 return await self._watch(taken.beat, store)
-        return Pulse.WATCHING
+        return False
 
     async def _replaced(self, found: Beat, store: MetadataStore) -> ConfigError:
         named = await self._named(found, store)

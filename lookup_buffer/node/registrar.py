@@ -34,7 +34,7 @@ from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.node.devices import Pools, Sightings
 from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, Change, DirtySet
 from lookup_buffer.node.inventory import Item
-from lookup_buffer.node.membership import Directory, Heartbeat, Identity, Pulse
+from lookup_buffer.node.membership import Directory, Heartbeat, Identity
 from lookup_buffer.node.publisher import Publisher, Report
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Breaker, Storage
@@ -182,64 +182,63 @@ class Invalidations:
         return self._listed.get(namespace) != at
 
 
-@dataclass(slots=True)
 class Registrar:
-    loop: asyncio.AbstractEventLoop
-    storage: Storage
-    shelf: Shelf
-    directory: Directory
-    identity: Identity
-    counters: Counters
-    record_ttl_seconds: float
-    claims: Sized
-    """The claims of this node's engines."""
-    pools: Pools
-    report: Callable[[Sequence[Report]], None]
-    """Called with the store's results for hand-offs."""
-    store_up: bool = False
-    """Whether the last attempt succeeded."""
-    fault: ConfigError | None = None
-    """Why the node must end; the loop is then stopped."""
-    breaker: Breaker = field(init=False)
-    """Open while calls pause because the store failed repeatedly."""
-    _dirty: DirtySet = field(init=False)
-    _publisher: Publisher = field(init=False)
-    _heartbeat: Heartbeat = field(init=False)
-    _invalidations: Invalidations = field(init=False)
-    _failures: FailureLog = field(init=False)
-    _tasks: PeriodicTasks = field(init=False)
-    _beat_tasks: Sequence[tuple[str, Task]] = field(init=False)
-    """With the text to log if it fails."""
-    _wake: asyncio.Event = field(default_factory=asyncio.Event)
-    _is_closing: bool = False
-    _namespaces: dict[str, dict[str, str]] = field(default_factory=dict)
-    _undescribed: set[str] = field(default_factory=set)
-    _must_describe: bool = False
-    """One of them is new: not to be left until the next beat."""
-    _task: asyncio.Task[None] | None = None
-    _beat_at: float = 0.0
-    _walked_at: float = 0.0
-    _walk_pause_seconds: float = 0.0
-    """The next walk of the inventory is due so long after the last one began."""
-    _failovers: int = 0
-
-    def __post_init__(self) -> None:
-        clock = self.loop.time
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        storage: Storage,
+        shelf: Shelf,
+        directory: Directory,
+        identity: Identity,
+        counters: Counters,
+        record_ttl_seconds: float,
+        claims: Sized,
+        pools: Pools,
+        report: Callable[[Sequence[Report]], None],
+    ) -> None:
+        """`claims` are those of this node's engines. `report` is called with the store's results
+        for hand-offs."""
+        self.loop, clock = loop, loop.time
+        self.storage = storage
+        self.shelf = shelf
+        self.directory = directory
+        self.identity = identity
+        self.counters = counters
+        self.record_ttl_seconds = record_ttl_seconds
+        self.claims = claims
+        self.pools = pools
+        self.store_up = False
+        """Whether the last attempt succeeded."""
         self.breaker = Breaker(clock)
+        """Open while calls pause because the store failed repeatedly."""
+        self.fault: ConfigError | None = None
+        """Why the node must end; the loop is then stopped."""
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._is_closing = False
+        self._namespaces: dict[str, dict[str, str]] = {}
+        self._undescribed: set[str] = set()
+        self._must_describe = False
+        """One of them is new: not to be left until the next beat."""
+        self._beat_at = 0.0
+        self._walked_at = 0.0
+        self._walk_pause_seconds = 0.0
+        """The next walk of the inventory is due so long after the last one began."""
+        self._failovers = 0
         self._dirty = DirtySet(clock)
-        self._heartbeat = Heartbeat(self.identity, clock)
-        self._invalidations = Invalidations(self.shelf, clock)
+        self._publisher = Publisher(
+            shelf, directory, identity, counters, pools, self._dirty, record_ttl_seconds, report,
+            clock,
+        )  # fmt: skip
+        self._heartbeat = Heartbeat(identity, clock)
+        self._invalidations = Invalidations(shelf, clock)
         self._failures = FailureLog(clock)
         self._tasks = PeriodicTasks(self._failures, clock)
-        self._publisher = Publisher(
-            self.shelf, self.directory, self.identity, self.counters, self.pools, self._dirty,
-            self.record_ttl_seconds, self.report, clock,
-        )  # fmt: skip
         self._beat_tasks = (
             ("the description of this node was not written; retried", self._describe_node),
             (
                 "device pools of other nodes were not read; retried",
-                Sightings(self.directory, self.pools).look,
+                Sightings(directory, pools).look,
             ),
             ("dead nodes were not removed from the store; retried", self._remove_expired),
             (
@@ -374,15 +373,14 @@ class Registrar:
     async def _beat(self, store: MetadataStore, began: float) -> None:
         self.shelf.remove_expired()
         was_established = self._heartbeat.established
-        pulse = await self._heartbeat.beat(store)
-        if pulse is Pulse.NEW:
+        if await self._heartbeat.beat(store):
             self._walk_pause_seconds = 0.0  # all is written again, also if this beat fails below
             self._undescribed |= self._namespaces.keys()
             self._tasks.resume()
             if was_established:
                 self.directory.store_lost_data()
         await self.directory.refresh(store)
-        if pulse is Pulse.WATCHING:
+        if not self._heartbeat.established:
             return  # meanwhile this node can read from others
         try:  # it never pauses: after two beats of a node, an invalidation counts as applied there
             await self._invalidations.apply(store)
