@@ -221,8 +221,12 @@ class Directory:
             endpoint = self.endpoint(location)
             if endpoint is not None:
                 sources.append((location, endpoint))
-            elif self.is_dead(location) and self.dead_seconds(location) >= LONG_DEAD_SECONDS:
-                self._note_void((record.namespace, record.key), location)
+            elif (
+                self.is_dead(location)
+                and self.dead_seconds(location) >= LONG_DEAD_SECONDS
+                and len(self._void) < VOID_MAX
+            ):
+                self._void[(record.namespace, record.key), location] = None
         return tuple(sources)
 
     def endpoint(self, location: Location) -> str | None:
@@ -277,10 +281,6 @@ class Directory:
             del self._unseen_since[next(iter(self._unseen_since))]
         return self._unseen_since.setdefault(boot, since)
 
-    def _note_void(self, address: QualifiedKey, location: Location) -> None:
-        if len(self._void) < VOID_MAX:
-            self._void[address, location] = None
-
     def take_void(self, most: int) -> list[tuple[QualifiedKey, Location]]:
         """Up to `most` locations that were looked up and whose nodes have long been dead."""
         taken = list(self._void)[:most]
@@ -290,19 +290,15 @@ class Directory:
 
     def expired(self) -> list[tuple[str, str]]:
         """(node, boot) of nodes that died LONG_DEAD_SECONDS ago without shutting down."""
-        return [
-            (node, boot)
-            for node, boot in self._liveness.boots()
-            if node != self._node and self._liveness.dead_seconds(node, boot) >= LONG_DEAD_SECONDS
-        ]
+        dead_seconds = self._liveness.dead_seconds
+        return [boot for boot in self._boots() if dead_seconds(*boot) >= LONG_DEAD_SECONDS]
 
     def others(self) -> set[tuple[str, str]]:
         """(node, boot) of the other nodes that are not known to be dead."""
-        return {
-            (node, boot)
-            for node, boot in self._liveness.boots()
-            if node != self._node and not self._liveness.dead_seconds(node, boot)
-        }
+        return {boot for boot in self._boots() if not self._liveness.dead_seconds(*boot)}
+
+    def _boots(self) -> Iterable[tuple[str, str]]:
+        return (boot for boot in self._liveness.boots() if boot[0] != self._node)
 
     def count_alive(self) -> int:
         """The number of live nodes, including this one once it beats."""
