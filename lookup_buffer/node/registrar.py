@@ -299,11 +299,14 @@ class Registrar:
 
     async def _run(self) -> None:
         self._walked_at = self._beat_at = self.loop.time()
+        store: MetadataStore | None = None
         while not self._is_closing:
             try:
                 await self._wait()
                 if self.breaker.allows():
-                    await self._take_turn(await self.storage.store())
+                    if store is None or not self._is_closing:  # at the end no server is restarted
+                        store = await self.storage.store()
+                    await self._take_turn(store)
                     self.store_up = True
                     self.breaker.succeeded()
             except ConfigError as error:
@@ -312,7 +315,8 @@ class Registrar:
                 return  # without `_leave`: the beat in the store belongs to another node
             except Exception as error:  # noqa: BLE001 -- top of the task; the node needs it
                 self._failed(error)
-        await self._leave()
+        if store is not None and self._heartbeat.established:
+            await self._leave(store)
 
     def _failed(self, error: Exception) -> None:
         self.store_up = False
@@ -468,11 +472,8 @@ class Registrar:
         if missed is not None:
             raise missed
 
-    async def _leave(self) -> None:
-        if not self._heartbeat.established:
-            return
+    async def _leave(self, store: MetadataStore) -> None:
         try:
-            store = await self.storage.store()
             await self._publisher.write(store, until=self._beat_at)
             await self._flush(store)
             await store.leave(self.identity.node, self.identity.boot, reason="stopped")

@@ -299,6 +299,18 @@ def test_a_bug_at_the_restart_of_the_embedded_server_ends_nothing(
     assert "can't start new thread" in caplog.text
 
 
+def test_at_its_end_no_server_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def restart(_: Storage) -> NoReturn:
+        raise AssertionError("it takes seconds")
+
+    store = MemoryStore()
+    with registrar_on(store) as (registrar, _):
+        assert comes_true(registrar, lambda: registrar.store_up, 3.0)
+        monkeypatch.setattr(Given, "store", restart)
+    assert registrar.store_up
+    assert "us" not in store.beats(), "it left"
+
+
 def test_a_failure_of_the_store_is_logged_once_for_each_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
