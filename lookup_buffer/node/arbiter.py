@@ -7,52 +7,62 @@ mirror is not restored. Called by `claims` on the loop's thread.
 """
 
 import asyncio
+import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.locate import Locator
+from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Breaker
 from lookup_buffer.protocol.messages import ClaimOutcome
-from store import ClaimAnswer, Claiming, Releasing, StoreError, StoreFull, StoreUnavailable
+from lookup_buffer.times import CLAIM_ANSWER_SECONDS
+from store import (
+    ClaimAnswer,
+    Claiming,
+    MetadataStore,
+    Releasing,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
 
 CLOSE_SECONDS = 1.0
 """For claims still to be released at shutdown; leases end the rest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The store's reply to a claim, and the outcome. STORED: a live node has the key, so no
-    engine needs to produce it; a claim that was granted nevertheless is released."""
+class Answer(NamedTuple):
+    """The result of one attempt to take a claim. STORED: this or another live node has the key, so
+    no engine needs to produce it; a claim that was granted nevertheless is released."""
 
-    answer: ClaimAnswer
     outcome: ClaimOutcome
-    heard: bool = False
-    """Whether the locator has the record of the reply, too."""
+    address: QualifiedKey = ("", "")
+    holder: str = ""
+    state: str = ""
+    remaining_seconds: float = 0.0
+    is_heard: bool = False
+    """Whether the locator has the record of the store's reply, too."""
+    counted_as: str = ""
+    """One of `CLAIM_ANSWERS`, if that is not the outcome."""
 
 
-Decided = Callable[[Decision | None], None]
-"""Called with None if the store was not reached or is out of memory. It may have granted the
-claim."""
-Released = Callable[[bool], None]
-"""Called with whether the claims still existed, as far as is known."""
-
-
-_Call = Callable[[], Coroutine[Any, Any, None]]
+T = TypeVar("T")
+Decided = asyncio.Future[Answer | None]
+Existed = dict[Releasing, "asyncio.Future[bool]"]
+"""For each claim to be released, whether it still existed, as far as is known."""
 
 
 @dataclass(slots=True)
 class _Server:
-    """One server of the store: its calls run one after another, so a frozen one delays only its
-    own."""
+    """One server of the store: its calls run one after another, in the order in which they were
+    started, so a frozen one delays only its own."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    breaker: Breaker = field(default_factory=lambda: Breaker(monotonic))
+    breaker: Breaker = field(default_factory=lambda: Breaker(time.monotonic))
 
 
 @dataclass(slots=True)
@@ -61,11 +71,13 @@ class Arbiter:
 
     loop: asyncio.AbstractEventLoop
     locator: Locator
+    shelf: Shelf
     _servers: defaultdict[str, _Server] = field(default_factory=lambda: defaultdict(_Server))
     """By name, for calls of the store."""
     _calls: set[asyncio.Task[None]] = field(default_factory=set)
-    _last: dict[QualifiedKey, asyncio.Task[None]] = field(default_factory=dict)
-    """The last call of the store for a key, while it runs."""
+    _last: dict[QualifiedKey, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
+    """The last call of the store for a key, and its server, while it runs: until then further
+    calls for the key follow it, also if the key has moved to another server."""
     _is_closed: bool = False
 
     @property
@@ -73,40 +85,31 @@ class Arbiter:
         """Whether the locator knows a key, for a while, after the reply to a claim for it."""
         return self.locator.claims is not None
 
-    def claim(self, claiming: Claiming, decided: Decided) -> None:
-        """Ask for a claim. `decided` is called after this has returned."""
-        address, claims = (claiming.namespace, claiming.key), self.locator.claims
-        if claims is None or address in self._last:
-            self._start(partial(self._claim, claiming, decided), [address])
-            return
+    async def claim(self, claiming: Claiming) -> Answer | None:
+        """Take a claim, or learn who has it. The request is sent before this suspends.
 
-        def answered(found: ClaimAnswer | StoreError) -> None:
-            if isinstance(found, StoreUnavailable):
-                self._start(partial(self._claim, claiming, decided), [address])
-            elif isinstance(found, StoreError):
-                self.loop.call_soon(decided, None)
-            elif self.locator.knows(found.record):
-                self._decide(claiming, found, decided)
-            else:
-                self._start(partial(self._meet_and_decide, claiming, found, decided), [])
+        Returns None if the store has not decided within CLAIM_ANSWER_SECONDS, was not reached, or
+        is out of memory. In this case, and if this is cancelled, it may still grant the claim: a
+        release that follows takes effect after that.
+        """
+        decided: Decided = self.loop.create_future()
+        self._ask(claiming, decided)
+        bound = self.loop.call_later(CLAIM_ANSWER_SECONDS, _settle, decided, None)
+        try:
+            return await decided
+        finally:
+            bound.cancel()
 
-        claims.claim(claiming, answered)
-
-    def release(self, releasings: Sequence[Releasing], released: Released) -> None:
-        """Release claims. `released` is called at least once, each time for some of them."""
+    def release(self, releasings: Sequence[Releasing]) -> "list[asyncio.Future[bool]]":
+        """Release claims; the results are whether each still existed, as far as is known."""
+        existed: Existed = {one: self.loop.create_future() for one in releasings}
         claims = self.locator.claims
-        if claims is None or any((one.namespace, one.key) in self._last for one in releasings):
-            self._release_at_store(releasings, released)
-            return
-
-        def answered(one: Releasing, found: bool | StoreError) -> None:
-            if isinstance(found, StoreUnavailable):
-                self._release_at_store([one], released)
-            else:
-                released(found is True)
-
-        for one in releasings:
-            claims.release(one, partial(answered, one))
+        if claims is None or any((one.namespace, one.key) in self._last for one in existed):
+            self._release_at_store(existed)
+        else:
+            for one in existed:
+                claims.release(one, partial(self._released, existed, one))
+        return list(existed.values())
 
     async def close(self) -> None:
         """Finish pending calls within CLOSE_SECONDS; leases end the other claims."""
@@ -116,108 +119,138 @@ class Arbiter:
 
     # -- over the mirror
 
+    def _ask(self, claiming: Claiming, decided: Decided) -> None:
+        """Send a claim. The result is None if it cannot be decided."""
+        claims = self.locator.claims
+        if claims is None or (claiming.namespace, claiming.key) in self._last:
+            self._claim_at_store(claiming, decided)
+            return
+
+        def answered(found: ClaimAnswer | StoreError) -> None:
+            if isinstance(found, StoreUnavailable):
+                self._claim_at_store(claiming, decided)
+            elif isinstance(found, StoreError):
+                _settle(decided, None)
+            elif self.locator.knows(found.record):
+                self._decide(claiming, found, decided, is_heard=True)
+            else:
+                self._start("", [], self._meet_and_decide(claiming, found, decided, is_heard=True))
+
+        claims.claim(claiming, answered)
+
+    def _released(self, existed: Existed, one: Releasing, found: bool | StoreError | None) -> None:
+        if isinstance(found, StoreUnavailable):
+            self._release_at_store({one: existed[one]})
+        else:
+            _settle(existed[one], found is True)
+
     async def _meet_and_decide(
-        self, claiming: Claiming, found: ClaimAnswer, decided: Decided
+        self, claiming: Claiming, found: ClaimAnswer, decided: Decided, *, is_heard: bool
     ) -> None:
         """Decide once all nodes that the record names are known, as far as possible."""
         if found.record is not None:
             await self.locator.meet([found.record])
-        self._decide(claiming, found, decided)
+        self._decide(claiming, found, decided, is_heard=is_heard)
 
-    def _decide(self, claiming: Claiming, found: ClaimAnswer, decided: Decided) -> None:
-        outcome = self._outcome(found)
-        if outcome is ClaimOutcome.STORED and found.granted:
-            releasing = Releasing(claiming.namespace, claiming.key, claiming.token)
-            self.release([releasing], lambda _: None)
-        decided(Decision(found, outcome, heard=True))
-
-    def _outcome(self, found: ClaimAnswer) -> ClaimOutcome:
-        if found.record is not None and self.locator.directory.sources(found.record):
-            return ClaimOutcome.STORED
-        return ClaimOutcome.GRANTED if found.granted else ClaimOutcome.HELD
+    def _decide(
+        self, claiming: Claiming, found: ClaimAnswer, decided: Decided, *, is_heard: bool
+    ) -> None:
+        address, record = (claiming.namespace, claiming.key), found.record
+        is_elsewhere = record is not None and bool(self.locator.directory.sources(record))
+        if is_elsewhere or self.shelf.holds(address):
+            if found.granted:
+                self.release([Releasing(*address, claiming.token)])
+            answer = Answer(ClaimOutcome.STORED, address, is_heard=is_heard)
+        else:
+            outcome = ClaimOutcome.GRANTED if found.granted else ClaimOutcome.HELD
+            state, seconds = found.state.value, found.remaining_seconds
+            answer = Answer(outcome, address, found.holder, state, seconds, is_heard)
+        _settle(decided, answer)
 
     # -- at the store
 
-    def _start(self, call: _Call, addresses: Sequence[QualifiedKey]) -> None:
-        """Run a call for these keys, after the earlier ones for any of them."""
+    def _claim_at_store(self, claiming: Claiming, decided: Decided) -> None:
+        address = (claiming.namespace, claiming.key)
+        place = self._place_of(address)
+        self._start(place, [address], self._claim(place, claiming, decided))
+
+    async def _claim(self, place: str, claiming: Claiming, decided: Decided) -> None:
+        found = None
+        try:
+            async with self._store(place) as store:
+                if store is not None:
+                    found = await store.claim(
+                        claiming.namespace,
+                        claiming.key,
+                        holder=claiming.holder,
+                        token=claiming.token,
+                        state=claiming.state,
+                        lease_seconds=claiming.lease_seconds,
+                    )
+            if found is not None:
+                await self._meet_and_decide(claiming, found, decided, is_heard=False)
+        finally:
+            _settle(decided, None)  # without effect if it was decided
+
+    def _release_at_store(self, existed: Existed) -> None:
+        groups: defaultdict[str, Existed] = defaultdict(dict)
+        for one, future in existed.items():
+            groups[self._place_of((one.namespace, one.key))][one] = future
+        for place, group in groups.items():
+            addresses = [(one.namespace, one.key) for one in group]
+            self._start(place, addresses, self._release(place, group))
+
+    async def _release(self, place: str, existed: Existed) -> None:
+        found: Sequence[bool | None] = [None] * len(existed)
+        try:
+            async with self._store(place) as store:
+                if store is not None:  # else their leases end them
+                    found = await store.release_many(list(existed))
+        finally:
+            for one, was_there in zip(existed, found, strict=True):
+                self._released(existed, one, was_there)
+
+    @asynccontextmanager
+    async def _store(self, place: str) -> AsyncIterator[MetadataStore | None]:
+        """The store, for one call in the server's order; None while the server is not called. An
+        error of the store ends the block, and no more."""
+        server = self._servers[place]
+        async with server.lock:
+            store = await self.locator.store() if server.breaker.allows() else None
+            try:
+                yield store
+            except StoreFull:
+                server.breaker.succeeded()  # the server answers, and releases still succeed
+            except StoreError:
+                server.breaker.failed()
+            else:
+                if store is not None:
+                    server.breaker.succeeded()
+
+    def _place_of(self, address: QualifiedKey) -> str:
+        last = self._last.get(address)
+        return self.locator.place_of(address) if last is None else last[0]
+
+    def _start(
+        self, place: str, addresses: Sequence[QualifiedKey], call: Coroutine[Any, Any, None]
+    ) -> None:
+        """Run a call of this server for these keys."""
         if self._is_closed:
+            call.close()
             return
-        earlier = {self._last[address] for address in addresses if address in self._last}
-        task = self.loop.create_task(_after(earlier, call))
+        task = self.loop.create_task(call)
         self._calls.add(task)
-        self._last.update(dict.fromkeys(addresses, task))
+        self._last.update(dict.fromkeys(addresses, (place, task)))
         task.add_done_callback(partial(self._ended, addresses))
 
     def _ended(self, addresses: Sequence[QualifiedKey], task: "asyncio.Task[None]") -> None:
         self._calls.discard(task)
         for address in addresses:
-            if self._last.get(address) is task:
+            if address in self._last and self._last[address][1] is task:
                 del self._last[address]
 
-    async def _claim(self, claiming: Claiming, decided: Decided) -> None:
-        place = self.locator.place_of((claiming.namespace, claiming.key))
-        decision = None
-        try:
-            async with self._servers[place].lock:
-                decision = await self._call(claiming, self._servers[place].breaker)
-        finally:
-            decided(decision)
 
-    async def _call(self, claiming: Claiming, breaker: Breaker) -> Decision | None:
-        store = await self.locator.store() if breaker.allows() else None
-        if store is None:
-            return None
-        name = (claiming.namespace, claiming.key)
-        try:
-            found = await store.claim(
-                *name,
-                holder=claiming.holder,
-                token=claiming.token,
-                state=claiming.state,
-                lease_seconds=claiming.lease_seconds,
-            )
-        except StoreFull:
-            breaker.succeeded()  # the server answers, and releases still succeed
-            return None
-        except StoreError:
-            breaker.failed()
-            return None
-        breaker.succeeded()
-        if found.record is not None:
-            await self.locator.meet([found.record])
-        outcome = self._outcome(found)
-        if outcome is ClaimOutcome.STORED and found.granted:
-            with suppress(StoreError):  # its lease ends it
-                await store.release_claim(*name, token=claiming.token)
-        return Decision(found, outcome)
-
-    def _release_at_store(self, releasings: Sequence[Releasing], released: Released) -> None:
-        groups = defaultdict(list)
-        for one in releasings:
-            groups[self.locator.place_of((one.namespace, one.key))].append(one)
-        for place, group in groups.items():
-            addresses = [(one.namespace, one.key) for one in group]
-            self._start(partial(self._release, place, group, released), addresses)
-
-    async def _release(
-        self, place: str, releasings: Sequence[Releasing], released: Released
-    ) -> None:
-        found: list[bool | None] = [None]
-        try:
-            async with self._servers[place].lock:
-                breaker = self._servers[place].breaker
-                store = await self.locator.store() if breaker.allows() else None
-                if store is not None:
-                    try:
-                        found = await store.release_many(releasings)
-                        breaker.succeeded()
-                    except StoreError:
-                        breaker.failed()  # their leases end them
-        finally:
-            released(all(found))
-
-
-async def _after(earlier: set["asyncio.Task[None]"], call: _Call) -> None:
-    if earlier:
-        await asyncio.wait(earlier)
-    await call()
+def _settle(future: "asyncio.Future[T]", result: T) -> None:
+    """Set the result, unless it is set, or whoever awaits it was cancelled."""
+    if not future.done():
+        future.set_result(result)

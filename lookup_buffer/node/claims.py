@@ -21,18 +21,17 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arbiter import Arbiter, Decision
-from lookup_buffer.node.connection import Session
+from lookup_buffer.node.arbiter import Answer, Arbiter
+from lookup_buffer.node.connection import Connection, Fields, Owner, Session
 from lookup_buffer.node.counters import RENEWED, UNASKED, Counters
-from lookup_buffer.node.held_claims import HeldClaims
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.read import Reads
@@ -46,110 +45,121 @@ from lookup_buffer.protocol.messages import (
     ReleaseClaim,
     Unclaim,
 )
-from lookup_buffer.times import CLAIM_ANSWER_SECONDS, INTENT_SECONDS_MAX
-from store import ClaimAnswer, Claiming, ClaimState, Releasing
+from lookup_buffer.times import INTENT_SECONDS_MAX, PROMISE_SECONDS
+from store import Claiming, ClaimState, Releasing
 
 WAITING_MAX = 4096
-"""Bound on the waiting sets, and on the queued messages, of one session."""
+"""Bound on the sets of one session that are not answered."""
+ACTIVE_MAX = 2 * WAITING_MAX
+"""Bound on the requests of one session that wait for their turn: those sets, and messages."""
+FORGET_SECONDS = 1.0
+"""The entry of a claim is dropped this long after the end of its lease."""
 
-Tell = Callable[[dict[str, Any]], None]
-
-
-class Answer(NamedTuple):
-    """The result of one attempt. `counted`: one of `CLAIM_ANSWERS`."""
-
-    outcome: ClaimOutcome
-    counted: str
-    holder: str = ""
-    state: str = ""
-    remaining_seconds: float = 0.0
-
-    def to_fields(self) -> dict[str, Any]:
-        fields = self._asdict()
-        del fields["counted"]
-        return fields
+Tell = Callable[[Fields], None]
+Request = Callable[[], Coroutine[Any, Any, None]]
 
 
-STORED = Answer(ClaimOutcome.STORED, ClaimOutcome.STORED)
+# -- claims that engines of this node hold
 
 
 @dataclass(slots=True, eq=False)
-class _Attempt:
-    """One call of the store for one claim."""
+class HeldClaim:
+    """The claim of one engine for one key."""
 
-    session: Session
     address: QualifiedKey
-    state: ClaimState
-    lease_seconds: float
-    answer: "asyncio.Future[Answer]"
-    """Cancelled if the request ended."""
-    is_unasked: bool = False
-    """It was granted without the store."""
-
-
-class _Turns:
-    """One turn of a session at a time. Messages precede attempts, which may be many."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._running: asyncio.Future[None] | None = None
-        self.messages: deque[asyncio.Future[None]] = deque()
-        self.attempts: deque[asyncio.Future[None]] = deque()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether a new turn begins at once."""
-        return self._running is None
-
-    def queue(self, queue: "deque[asyncio.Future[None]]") -> "asyncio.Future[None]":
-        """A place in `messages` or `attempts`, which is done when its turn comes. `leave` it."""
-        place: asyncio.Future[None] = self._loop.create_future()
-        queue.append(place)
-        if self._running is None:
-            self._begin()
-        return place
-
-    def leave(self, place: "asyncio.Future[None]") -> None:
-        """Its turn is over, or will not be taken. Idempotent."""
-        place.cancel()
-        if place is self._running:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._running = None
-        while self._running is None and (queue := self.messages or self.attempts):
-            place = queue.popleft()
-            if not place.done():  # else its request was cancelled
-                self._running = place
-                place.set_result(None)
-
-
-@dataclass(slots=True, eq=False)
-class _ClaimSet:
-    """One `ClaimAll`, until it is answered."""
-
     session: Session
-    request: ClaimAll
-    tell: Tell
-    given_up: Callable[[], None]
-    task: "asyncio.Task[None] | None" = None
-    has_turn: bool = False
-    is_over: bool = False
+    """The session that last requested it; its end releases the claim."""
+    ends_at: float = 0.0
+    granted_until: float = 0.0
+    """Until when the store has certainly granted it."""
+    encoding_since: float | None = None
+    """None: it is an intent."""
+    promise: asyncio.TimerHandle | None = None
+    """Writes the state ENCODING to the store, which does not have it yet."""
 
-    def give_up(self) -> None:
-        """End its wait. An attempt ends with the store's next answer: a release that overtook it
-        could take the claim away from a later request of the engine."""
-        self.is_over = True
-        if self.task is not None and not self.has_turn:
-            self.task.cancel()
-        self.given_up()
+    def forget_promise(self) -> None:
+        if self.promise is not None:
+            self.promise.cancel()
+            self.promise = None
 
 
 @dataclass(slots=True)
-class _SessionClaims:
-    turns: _Turns
-    sets: dict[int, _ClaimSet] = field(default_factory=dict)
-    """By the request's id."""
+class HeldClaims:
+    """By owner and key: all clients of an engine share its claims, as far as the node knows.
+
+    An entry exists from the moment when the store has, or may have, granted a claim, until the
+    claim is released or its lease has certainly ended.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    _held: dict[tuple[Owner, QualifiedKey], HeldClaim] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """The number of claims of this node's engines. On any thread."""
+        return len(self._held)
+
+    def find(self, session: Session, address: QualifiedKey) -> HeldClaim | None:
+        """The claim of this session's engine; its lease may have ended."""
+        return self._held.get((session.owner, address))
+
+    def lasts(self, session: Session, address: QualifiedKey) -> bool:
+        """Whether this engine has the claim, as far as the node knows."""
+        claim = self.find(session, address)
+        return claim is not None and claim.ends_at > self.loop.time()
+
+    def keep(self, session: Session, claiming: Claiming, granted_seconds: float) -> None:
+        """The claim is, or may be, this engine's, or is renewed; the store has granted it for
+        `granted_seconds`, 0 if unknown."""
+        now, address = self.loop.time(), (claiming.namespace, claiming.key)
+        claim = self.find(session, address)
+        is_new = claim is None
+        if claim is None:
+            claim = self._held[session.owner, address] = HeldClaim(address, session)
+        claim.ends_at = max(claim.ends_at, now + claiming.lease_seconds)
+        claim.granted_until = now + granted_seconds
+        if claiming.state is ClaimState.ENCODING:
+            claim.encoding_since = now if claim.encoding_since is None else claim.encoding_since
+            claim.forget_promise()
+        if is_new:
+            self._forget_at_end(claim)
+
+    def drop(self, session: Session, address: QualifiedKey) -> HeldClaim | None:
+        """Remove the engine's entry and return it."""
+        claim = self._held.pop((session.owner, address), None)
+        if claim is not None:
+            claim.forget_promise()
+        return claim
+
+    def of_session(self, session: Session) -> list[QualifiedKey]:
+        """The keys of the claims that end with the session."""
+        return [claim.address for claim in self._held.values() if claim.session is session]
+
+    def _forget_at_end(self, claim: HeldClaim) -> None:
+        """Drop the entry when its lease, however often renewed, has certainly ended. One timer
+        an entry."""
+        if self.find(claim.session, claim.address) is not claim:
+            return
+        left = claim.ends_at - self.loop.time()
+        if left <= 0:
+            self.drop(claim.session, claim.address)
+        else:
+            self.loop.call_later(left + FORGET_SECONDS, self._forget_at_end, claim)
+
+
+# -- the requests of one session
+
+
+@dataclass(slots=True)
+class _Turns:
+    """The order of a session's messages and attempts."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    attempt: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """An attempt takes it before `turn`: so messages precede attempts, which may be many."""
+    active: "set[asyncio.Task[Any] | None]" = field(default_factory=set)
+    """Those that have their turn, or wait for it; from the moment of their request."""
+    sets: "dict[int, asyncio.Task[None]]" = field(default_factory=dict)
+    """Those that are not answered, by the request's id."""
 
 
 @dataclass(slots=True)
@@ -164,73 +174,57 @@ class Claims:
     registrar: Registrar
     counters: Counters
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    _sessions: dict[Session, _SessionClaims] = field(default_factory=dict)
+    _sessions: defaultdict[Session, _Turns] = field(default_factory=lambda: defaultdict(_Turns))
 
-    # -- one claim
-
-    async def claim(self, session: Session, request: Claim) -> Answer:
+    async def claim(self, _: Connection, session: Session, request: Claim) -> Fields:
         """Answer as `Claim` says, at once or when the wait is over."""
-        address = (request.namespace, request.key)
         state, lease_seconds = ClaimState(request.state), request.lease_seconds
         if state is ClaimState.INTENT:
             lease_seconds = min(lease_seconds, INTENT_SECONDS_MAX)
-        until = self.loop.time() + request.wait_seconds
-        with self.waiting.changes(address, until) as changed:
-            while True:
-                answer = await self._ask(session, address, state, lease_seconds)
-                if answer.outcome is not ClaimOutcome.HELD or self.loop.time() >= until:
-                    self.counters.add(f"claims_{answer.counted}")
-                    return answer
-                await _changed_or_over(changed, answer)
-
-    def release(self, session: Session, request: ReleaseClaim) -> "asyncio.Future[bool]":
-        """Release a claim; the result is whether it was still this engine's."""
         address = (request.namespace, request.key)
-        self.held.drop(session, address)
-        released: asyncio.Future[bool] = self.loop.create_future()
-        self._give_back([address], session, partial(_set, released))
-        return released
+        attempt = partial(self._ask, session, address, state, lease_seconds)
+        answer = await self._counted(self._repeat(attempt, request.wait_seconds))
+        return {
+            "outcome": answer.outcome,
+            "holder": answer.holder,
+            "state": answer.state,
+            "remaining_seconds": answer.remaining_seconds,
+        }
+
+    async def release(self, _: Connection, session: Session, request: ReleaseClaim) -> Fields:
+        """Release a claim; answers whether it was still this engine's."""
+        (released,) = self._release(session, [(request.namespace, request.key)])
+        return {"released": await released}
 
     def inserted(self, session: Session, address: QualifiedKey) -> None:
         """This engine stored the key: its publication drops the claim."""
         claim = self.held.drop(session, address)
         if claim is not None:
             if claim.encoding_since is not None:
-                self.counters.encoded(time.monotonic() - claim.encoding_since)
+                self.counters.encoded(self.loop.time() - claim.encoding_since)
             self.registrar.changed(address, "", self._token(session, address))
 
     def end(self, session: Session) -> None:
         """The session is over, and none of its requests waits any longer."""
         self._sessions.pop(session, None)
-        self._give_back(self.held.drop_all(session), session)
+        self._release(session, self.held.of_session(session))
 
-    # -- claims for several keys
+    # -- one-way messages
 
     def is_idle(self, session: Session) -> bool:
         """Whether a new request starts at once, with nothing queued before it."""
-        return session not in self._sessions or self._sessions[session].turns.is_idle
+        return session not in self._sessions or not self._sessions[session].active
 
-    def claim_all(
-        self,
-        session: Session,
-        request: ClaimAll,
-        tell: Tell,
-        given_up: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Take the claims of `request`; `tell` gets the events that `ClaimAll` describes. If
-        `unclaim` ends the wait, `given_up` is called instead."""
-        sets = self._of(session).sets
-        if len(sets) >= WAITING_MAX or request.id in sets:
-            tell(_event(ClaimOutcome.FAILED))
+    def claim_all(self, session: Session, request: ClaimAll, tell: Tell) -> None:
+        """Take the claims of `request`; `tell` gets the events that `ClaimAll` describes."""
+        turns = self._sessions[session]
+        if len(turns.sets) >= WAITING_MAX or request.id in turns.sets:
+            tell(_event(Answer(ClaimOutcome.FAILED)))
             return
-        one = sets[request.id] = _ClaimSet(session, request, tell, given_up)
-        turns = self._of(session).turns
-        place = turns.queue(turns.attempts)
-        one.task = session.start(self._claim_all, one, place)
-        if one.task is None:
-            turns.leave(place)
-        else:  # also if it is cancelled before it begins
-            one.task.add_done_callback(lambda _: turns.leave(place))
+        task = self._start(session, partial(self._claim_all, session, request, tell))
+        if task is not None:
+            turns.sets[request.id] = task
+            task.add_done_callback(lambda _: turns.sets.pop(request.id))
 
     def encoding(self, session: Session, request: Encoding) -> None:
         """The engine encodes these keys now, even if others do, too."""
@@ -239,13 +233,14 @@ class Claims:
             seconds = request.lease_seconds
             addresses -= {each for each in addresses if self._promise(session, each, seconds)}
         if addresses:
-            self._queue(session, partial(self._encode, session, addresses, request.lease_seconds))
+            encode = partial(self._encode, session, addresses, request.lease_seconds)
+            self._queue(session, encode)
 
     def unclaim(self, session: Session, request: Unclaim) -> None:
         """End a wait, and release claims that the engine no longer needs."""
-        waiting = self._of(session).sets.pop(request.waiter, None)
+        waiting = self._sessions[session].sets.get(request.waiter)
         if waiting is not None:
-            waiting.give_up()
+            waiting.cancel()
 
         async def release() -> None:
             self._release(session, addresses)
@@ -256,42 +251,53 @@ class Claims:
         elif addresses:
             self._queue(session, release)
 
-    def _of(self, session: Session) -> _SessionClaims:
-        if session not in self._sessions:
-            self._sessions[session] = _SessionClaims(_Turns(self.loop))
-        return self._sessions[session]
-
-    def _queue(self, session: Session, message: Callable[[], Awaitable[None]]) -> None:
+    def _queue(self, session: Session, message: Request) -> None:
         """Run `message` in a turn of its own. At the bound it is dropped; leases end its claims."""
-        turns = self._of(session).turns
-        if len(turns.messages) < WAITING_MAX:
-            place = turns.queue(turns.messages)
+        turns = self._sessions[session]
 
-            async def take_turn() -> None:
-                try:
-                    await place
-                    await message()
-                finally:
-                    turns.leave(place)
+        async def take_turn() -> None:
+            async with turns.turn:
+                await message()
 
-            if session.start(take_turn) is None:
-                turns.leave(place)
+        if len(turns.active) < ACTIVE_MAX:
+            self._start(session, take_turn)
+
+    def _start(self, session: Session, request: Request) -> "asyncio.Task[None] | None":
+        """Start a request which, from now on, has its turn or waits for it."""
+        active, task = self._sessions[session].active, session.start(request)
+        if task is not None:
+            active.add(task)
+            task.add_done_callback(active.discard)
+        return task
+
+    # -- an engine encodes
 
     def _promise(self, session: Session, address: QualifiedKey, lease_seconds: float) -> bool:
-        """Whether the claim becomes ENCODING here now, and at the store only if the encode takes
-        longer than most."""
+        """Change this engine's intent to ENCODING here, and at the store only shortly before the
+        intent expires: most encodes are published by then, which ends the claim. Returns False if
+        there is no intent that still lasts."""
+        claim, now = self.held.find(session, address), self.loop.time()
+        if claim is None or claim.encoding_since is not None:
+            return False
+        left = claim.granted_until - PROMISE_SECONDS - now
+        if left <= 0:
+            return False
+        claim.session = session
+        claim.encoding_since, claim.ends_at = now, now + lease_seconds
+        claim.promise = self.loop.call_later(left, self._keep_promise, claim, lease_seconds)
+        return True
 
-        def keep(session: Session) -> None:
-            self._queue(session, partial(keep_in_turn, session))
+    def _keep_promise(self, claim: HeldClaim, lease_seconds: float) -> None:
+        session, address = claim.session, claim.address
 
-        async def keep_in_turn(session: Session) -> None:
+        async def encode() -> None:
             if self.held.lasts(session, address):  # else it was released meanwhile
-                await self._encode(session, {address}, lease_seconds)
+                await self._encode(session, [address], lease_seconds)
 
-        return self.held.promise(session, address, lease_seconds, keep)
+        self._queue(session, encode)
 
     async def _encode(
-        self, session: Session, addresses: set[QualifiedKey], lease_seconds: float
+        self, session: Session, addresses: Iterable[QualifiedKey], lease_seconds: float
     ) -> None:
         """Write the state ENCODING to the store."""
         async with asyncio.TaskGroup() as group:
@@ -299,53 +305,37 @@ class Claims:
                 claim = self._ask(session, address, ClaimState.ENCODING, lease_seconds)
                 group.create_task(self._counted(claim))
 
-    async def _claim_all(self, one: _ClaimSet, place: "asyncio.Future[None]") -> None:
-        until = self.loop.time() + one.request.wait_seconds
-        turns, watched = self._of(one.session).turns, None
-        with ExitStack() as watch:
-            while True:
-                try:
-                    await place
-                    one.has_turn = True
-                    address, answer = await self._take_all(one)
-                    one.has_turn = False
-                finally:
-                    turns.leave(place)
-                if one.is_over:
-                    return
-                if answer.outcome is not ClaimOutcome.HELD or self.loop.time() >= until:
-                    break
-                if watched is None:
-                    one.tell(_event(ClaimOutcome.PENDING, address, answer.holder))
-                if address != watched:
-                    watch.close()
-                    changed = watch.enter_context(self.waiting.changes(address, until))
-                    watched = address
-                await _changed_or_over(changed, answer)
-                place = turns.queue(turns.attempts)
-        self._of(one.session).sets.pop(one.request.id, None)
-        one.tell(_event(answer.outcome, address, answer.holder))
+    # -- a set of claims
 
-    async def _take_all(self, one: _ClaimSet) -> tuple[QualifiedKey, Answer]:
+    async def _claim_all(self, session: Session, request: ClaimAll, tell: Tell) -> None:
+        attempt = partial(self._take_in_turn, session, request)
+        tell(_event(await self._repeat(attempt, request.wait_seconds, tell)))
+
+    async def _take_in_turn(self, session: Session, request: ClaimAll) -> Answer:
+        turns, task = self._sessions[session], asyncio.current_task()
+        turns.active.add(task)
+        try:
+            async with turns.attempt, turns.turn:
+                return await self._take_all(session, request)
+        finally:
+            turns.active.discard(task)
+
+    async def _take_all(self, session: Session, request: ClaimAll) -> Answer:
         """Take all claims of a set, or none: then the result is that of the first one that this
         engine cannot have."""
-        nowhere, granted = ("", ""), Answer(ClaimOutcome.GRANTED, ClaimOutcome.GRANTED)
         taken: list[QualifiedKey] = []
-        try:
-            for key in one.request.keys:
-                address = (one.request.namespace, key)
-                is_new = not self.held.lasts(one.session, address)
-                answer = await self._take(one.session, address)
+        with ExitStack() as undo:
+            undo.callback(self._roll_back, session, taken)
+            for key in request.keys:
+                address = (request.namespace, key)
+                is_new = not self.held.lasts(session, address)
+                answer = await self._take(session, address)
                 if answer.outcome is not ClaimOutcome.GRANTED:
-                    return address, answer
+                    return answer
                 if is_new:
                     taken.append(address)
-                if one.is_over:
-                    return nowhere, granted
-            taken.clear()
-            return nowhere, granted
-        finally:
-            self._roll_back(one.session, taken)
+            undo.pop_all()
+        return Answer(ClaimOutcome.GRANTED)
 
     def _roll_back(self, session: Session, taken: Sequence[QualifiedKey]) -> None:
         """A set that cannot have all its claims keeps none that it took. If the session has ended,
@@ -354,96 +344,87 @@ class Claims:
             self._release(session, taken)
 
     async def _take(self, session: Session, address: QualifiedKey) -> Answer:
-        encoding_seconds = self.held.encoding_seconds(session, address)
-        if encoding_seconds:  # this engine's output is being stored
-            held = ClaimOutcome.HELD
-            return Answer(held, held, self.holder, remaining_seconds=encoding_seconds)
-        claim = self._ask(session, address, ClaimState.INTENT, INTENT_SECONDS_MAX)
-        return await self._counted(claim)
+        claim = self.held.find(session, address)
+        if claim is not None and claim.encoding_since is not None:
+            left = claim.ends_at - self.loop.time()
+            if left > 0:  # this engine's output is being stored
+                return Answer(ClaimOutcome.HELD, address, self.holder, remaining_seconds=left)
+        attempt = self._ask(session, address, ClaimState.INTENT, INTENT_SECONDS_MAX)
+        return await self._counted(attempt)
+
+    # -- attempts
+
+    async def _repeat(
+        self,
+        attempt: Callable[[], Awaitable[Answer]],
+        wait_seconds: float,
+        tell: Tell = lambda _: None,
+    ) -> Answer:
+        """Attempt it until no other engine holds a claim, or `wait_seconds` have passed: again
+        after each change of the key that is held, and at the end of its holder's lease. If it
+        waits at all, `tell` gets the event PENDING."""
+        until = self.loop.time() + wait_seconds
+        watched: QualifiedKey | None = None
+        with ExitStack() as watch:
+            while True:
+                answer = await attempt()
+                if answer.outcome is not ClaimOutcome.HELD or self.loop.time() >= until:
+                    return answer
+                if watched is None:
+                    tell(_event(answer._replace(outcome=ClaimOutcome.PENDING)))
+                if watched != answer.address:
+                    watch.close()
+                    watched = answer.address
+                    changed = watch.enter_context(self.waiting.changes(watched, until))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(answer.remaining_seconds):
+                        await changed()
 
     async def _counted(self, claim: Awaitable[Answer]) -> Answer:
         answer = await claim
-        self.counters.add(f"claims_{answer.counted}")
+        self.counters.add(f"claims_{answer.counted_as or answer.outcome}")
         return answer
-
-    # -- one call of the store
 
     async def _ask(
         self, session: Session, address: QualifiedKey, state: ClaimState, lease_seconds: float
     ) -> Answer:
-        """Take one claim, or learn who has it. The store has CLAIM_ANSWER_SECONDS to decide."""
+        """Take one claim, or learn who has it."""
         if self.shelf.holds(address) or self.waiting.locator.known(address[0], [address[1]])[0]:
-            return STORED
-        attempt = _Attempt(session, address, state, lease_seconds, self.loop.create_future())
+            return Answer(ClaimOutcome.STORED, address)
         holder = f"{self.holder}:{int(time.time())}"  # since when, shown to people
         token = self._token(session, address)
         claiming = Claiming(*address, holder, token, state, lease_seconds)
-        self.arbiter.claim(claiming, partial(self._decided, attempt))
-        bound = self.loop.call_later(CLAIM_ANSWER_SECONDS, self._decided, attempt, None)
         try:
-            return await attempt.answer
-        finally:
-            bound.cancel()
+            answer = await self.arbiter.claim(claiming)
+        except asyncio.CancelledError:
+            if self.held.find(session, address) is None:  # nobody else would release it
+                self.arbiter.release([Releasing(*address, token)])
+            raise
+        if answer is None:  # the store may still grant it: it is released like any other
+            granted = ClaimOutcome.GRANTED
+            answer = Answer(granted, address, self.holder, state.value, counted_as=UNASKED)
+        if answer.outcome is ClaimOutcome.STORED:  # else the next look-up may still miss
+            self.reads.published(address, located=answer.is_heard)
+        elif answer.outcome is ClaimOutcome.GRANTED:
+            claim = self.held.find(session, address)
+            self.held.keep(session, claiming, answer.remaining_seconds)
+            if claim is not None:
+                # The engine attached again: the end of its previous session, which may be detected
+                # later, must not release a claim that it still uses.
+                claim.session = session
+                answer = answer._replace(counted_as=answer.counted_as or RENEWED)
+        return answer
 
-    def _decided(self, attempt: _Attempt, decision: Decision | None) -> None:
-        """The store's reply; None if it was not reached in time. It may come after the request's
-        end."""
-        is_awaited = not attempt.answer.done()
-        if decision is None:
-            if is_awaited:
-                attempt.answer.set_result(self._grant_unasked(attempt))
-            return
-        session, address = attempt.session, attempt.address
-        found, outcome = decision.answer, decision.outcome
-        if outcome is ClaimOutcome.STORED:  # else the next look-up may still miss
-            self.reads.published(address, located=decision.heard)
-        elif self.shelf.holds(address):
-            # Inserted here since the request: the outcome does not consider copies of this node.
-            if outcome is ClaimOutcome.GRANTED:
-                self._give_back([address], session)
-            outcome = ClaimOutcome.STORED
-        is_kept = self.held.find(session, address) is not None
-        if outcome is ClaimOutcome.GRANTED:
-            if is_awaited or is_kept:
-                self._keep(attempt, found.remaining_seconds, is_awaited=is_awaited)
-            elif not attempt.is_unasked:  # nobody would ever release it
-                self._give_back([address], session)
-        if is_awaited:
-            attempt.answer.set_result(_answer(outcome, found, is_kept=is_kept))
+    # -- releases
 
-    def _grant_unasked(self, attempt: _Attempt) -> Answer:
-        """Grant it without the store, which may still grant it: it is released like any other."""
-        attempt.is_unasked = True
-        self._keep(attempt, 0.0, is_awaited=True)
-        return Answer(ClaimOutcome.GRANTED, UNASKED, self.holder, attempt.state.value)
-
-    def _keep(self, attempt: _Attempt, granted_seconds: float, *, is_awaited: bool) -> None:
-        """Keep the claim for this engine; the store has granted it for `granted_seconds`, 0 if
-        unknown."""
-        session, address = attempt.session, attempt.address
-        claim = self.held.find(session, address)
-        if claim is not None and is_awaited:
-            # The engine attached again: the end of its previous session, which may be detected
-            # later, must not release a claim that it still uses.
-            claim.session = session
-        self.held.keep(
-            session, address, attempt.state,
-            lease_seconds=attempt.lease_seconds, granted_seconds=granted_seconds,
-        )  # fmt: skip
-
-    def _release(self, session: Session, addresses: Sequence[QualifiedKey]) -> None:
+    def _release(
+        self, session: Session, addresses: Sequence[QualifiedKey]
+    ) -> "list[asyncio.Future[bool]]":
         for address in addresses:
             self.held.drop(session, address)
-        self._give_back(addresses, session)
-
-    def _give_back(
-        self,
-        addresses: Sequence[QualifiedKey],
-        session: Session,
-        released: Callable[[bool], None] = lambda _: None,
-    ) -> None:
-        releasings = [Releasing(*each, self._token(session, each)) for each in addresses]
-        self.arbiter.release(releasings, released)
+        return self.arbiter.release(
+            [Releasing(*each, self._token(session, each)) for each in addresses]
+        )
 
     @property
     def holder(self) -> str:
@@ -455,26 +436,6 @@ class Claims:
         return hashlib.blake2b(text, key=self._secret, digest_size=8).hexdigest()
 
 
-async def _changed_or_over(changed: Callable[[], Awaitable[None]], answer: Answer) -> None:
-    """Wait for a change of the key, or for the end of its holder's lease."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(answer.remaining_seconds):
-            await changed()
-
-
-def _answer(outcome: ClaimOutcome, found: ClaimAnswer, *, is_kept: bool) -> Answer:
-    if outcome is ClaimOutcome.STORED:
-        return STORED
-    counted = RENEWED if is_kept and outcome is ClaimOutcome.GRANTED else outcome
-    return Answer(outcome, counted, found.holder, found.state.value, found.remaining_seconds)
-
-
-def _set(future: "asyncio.Future[bool]", result: bool) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _event(
-    outcome: ClaimOutcome, address: QualifiedKey = ("", ""), holder: str = ""
-) -> dict[str, Any]:
-    return {"event": "claimed", "outcome": outcome, "key": address[1], "holder": holder}
+def _event(answer: Answer) -> Fields:
+    key, holder = answer.address[1], answer.holder
+    return {"event": "claimed", "outcome": answer.outcome, "key": key, "holder": holder}

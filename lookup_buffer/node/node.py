@@ -22,7 +22,6 @@ by many and not drawn, nor is `connection` to other nodes.
                ├─► locate, transfer                 of another node's
                └─► owners ─► other nodes            its owner
       server ─► claims ─► arbiter ─► store          claims, over the mirror's connections if any
-               └─► held_claims                      what this node's engines hold
       server, claims, announcements ─► registrar    marks keys as changed (dirty_set); so do shelf,
                                                     devices and peers, through node
       node ─► membership, locate, owners, http      ticks, 4 times a second
@@ -57,11 +56,10 @@ from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arbiter import Arbiter
-from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.claims import Claims, HeldClaims
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes, Pools
 from lookup_buffer.node.handoffs import Handoffs
-from lookup_buffer.node.held_claims import HeldClaims
 from lookup_buffer.node.http import HttpProcess
 from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.locate import LOOK_AGAIN_SECONDS, POLL_SECONDS, Locator, Waiting
@@ -159,9 +157,10 @@ class Node:
         waiting = Waiting(loop, self._locator, pauses)
         boot = self._identity.boot
         reads = Reads(loop, shelf, self._locator, self._fetcher, waiting, self._counters, boot)
+        arbiter = Arbiter(loop, self._locator, shelf)
         self._claims = Claims(
-            loop, self._held_claims, Arbiter(loop, self._locator), self._identity, shelf, waiting,
-            reads, self._registrar, self._counters,
+            loop, self._held_claims, arbiter, self._identity, shelf, waiting, reads,
+            self._registrar, self._counters,
         )  # fmt: skip
         self._inserts = Inserts(
             loop, shelf, self._counters, waiting, handoffs, self._claims, self._announcements,

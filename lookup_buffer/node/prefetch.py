@@ -84,7 +84,7 @@ class Prefetches:
             located()
         else:
             session.start(locate_later)
-        self.claims.claim_all(session, claim_all, told, located)
+        self.claims.claim_all(session, claim_all, told)
 
     def _bring(self, pending: _Pending) -> None:
         """Answer what certainly no node has, unless the session waits for it; bring the rest."""

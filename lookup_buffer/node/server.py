@@ -132,8 +132,8 @@ class Server:
             Take: Handler(self._take_here, self._take),
             Acknowledge: Handler(self._acknowledge_here, self._acknowledge),
             GiveBack: Handler(self._give_back),
-            Claim: Handler(None, self._claim),
-            ReleaseClaim: Handler(None, self._release_claim),
+            Claim: Handler(None, self.claims.claim),
+            ReleaseClaim: Handler(None, self.claims.release),
             ClaimAll: Handler(self._claim_all),
             Encoding: Handler(self.claims.encoding),
             Unclaim: Handler(self.claims.unclaim),
@@ -316,14 +316,6 @@ class Server:
 
     def _give_back(self, session: Session, request: GiveBack) -> None:
         self.takes.give_back(session, request.token)
-
-    async def _claim(self, _: Connection, session: Session, request: Claim) -> Fields:
-        return (await self.claims.claim(session, request)).to_fields()
-
-    async def _release_claim(
-        self, _: Connection, session: Session, request: ReleaseClaim
-    ) -> Fields:
-        return {"released": await self.claims.release(session, request)}
 
     def _claim_all(self, session: Session, request: ClaimAll) -> None:
         self.claims.claim_all(session, request, partial(session.tell, request))

@@ -10,20 +10,22 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arbiter import Decision
-from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.arbiter import Arbiter
+from lookup_buffer.node.claims import Claims, HeldClaims
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.held_claims import HeldClaims
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.membership import Identity
-from lookup_buffer.protocol.messages import ClaimAll, ClaimOutcome, Encoding, Unclaim
+from lookup_buffer.protocol.messages import ClaimAll, Encoding, Unclaim
 from store import ClaimAnswer, Claiming, ClaimState, Releasing
 from virtual_loop import VirtualLoop
 
 NAMESPACE = "0" * 64
+RECORD: Any = object()
+"""Of each key that is stored; its holders live."""
 
 
 class Way:
@@ -62,19 +64,19 @@ class Store:
         node, _, ends_at = self.claims.get(key, (None, ClaimState.INTENT, 0.0))
         return node if ends_at > self.loop.now else None
 
-    def claim(self, node: "VirtualNode", request: Claiming) -> Decision:
+    def claim(self, node: "VirtualNode", request: Claiming) -> ClaimAnswer:
         key, holder = request.key, self.holder(request.key)
         if key in self.stored:
-            return Decision(ClaimAnswer(False, "", request.state, 0.0), ClaimOutcome.STORED)
+            return ClaimAnswer(False, "", request.state, 0.0, RECORD)
         if holder not in (None, node):
             assert holder is not None
             left = self.claims[key][2] - self.loop.now
-            return Decision(ClaimAnswer(False, holder.name, request.state, left), ClaimOutcome.HELD)
+            return ClaimAnswer(False, holder.name, request.state, left)
         if holder is None or request.state is ClaimState.ENCODING:
             ends_at = self.loop.now + request.lease_seconds
             self.claims[key] = (node, request.state, ends_at)
         left = self.claims[key][2] - self.loop.now
-        return Decision(ClaimAnswer(True, "", request.state, left), ClaimOutcome.GRANTED)
+        return ClaimAnswer(True, "", request.state, left)
 
     def release(self, node: "VirtualNode", key: str) -> None:
         if self.holder(key) is node:
@@ -123,7 +125,8 @@ class _Session:
 
 
 class VirtualNode:
-    """One engine's node: `Claims` as it is; this is its arbiter, its locator and its shelf."""
+    """One engine's node: `Claims` and `Arbiter` as they are; this is its locator with the mirror's
+    claims, and its shelf."""
 
     def __init__(self, name: str, store: Store, chance: random.Random) -> None:
         self.name = name
@@ -132,24 +135,25 @@ class VirtualNode:
         self.session: Any = _Session(self.loop)
         self.to_store, self.from_store = Way(self.loop, chance), Way(self.loop, chance)
         parts: Any = self
+        directory = SimpleNamespace(sources=lambda record: [record])
+        locator: Any = SimpleNamespace(claims=self, knows=lambda _: True, directory=directory)
         self.claims = Claims(
-            self.loop, HeldClaims(self.loop), parts, Identity(name, "boot", ""), parts,
-            Waiting(self.loop, parts), parts, parts, Counters(),
+            self.loop, HeldClaims(self.loop), Arbiter(self.loop, locator, parts),
+            Identity(name, "boot", ""), parts, Waiting(self.loop, parts), parts, parts, Counters(),
         )  # fmt: skip
 
-    # What `Claims` asks of `Arbiter`.
+    # What `Arbiter` asks of `MirrorClaims`.
 
-    def claim(self, claiming: Claiming, decided: Callable[[Decision], None]) -> None:
+    def claim(self, claiming: Claiming, answer: Callable[[ClaimAnswer], None]) -> None:
         def decide() -> None:
-            self.from_store.send(decided, self.store.claim(self, claiming))
+            self.from_store.send(answer, self.store.claim(self, claiming))
 
         self.to_store.send(decide)
 
-    def release(self, releasings: Sequence[Releasing], released: Any) -> None:
-        for one in releasings:
-            self.to_store.send(self.store.release, self, one.key)
+    def release(self, releasing: Releasing, answer: Callable[[bool], None]) -> None:
+        self.to_store.send(self.store.release, self, releasing.key)
 
-    # What it asks of `Shelf`, `Reads` and `Locator`.
+    # What they ask of `Shelf`, `Reads` and `Locator`.
 
     def holds(self, address: QualifiedKey) -> bool:
         return False
@@ -196,5 +200,5 @@ class VirtualNode:
 
     @property
     def is_at_rest(self) -> bool:
-        turns = any(not each.turns.is_idle for each in self.claims._sessions.values())
+        turns = any(each.active for each in self.claims._sessions.values())
         return not (turns or self.to_store.under_way or self.from_store.under_way)

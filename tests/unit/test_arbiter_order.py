@@ -5,7 +5,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lookup_buffer.node.arbiter import CLOSE_SECONDS, Arbiter, Decision
+from lookup_buffer.node.arbiter import CLOSE_SECONDS, Answer, Arbiter
 from lookup_buffer.node.storage import FAILURES_TO_OPEN
 from store import ClaimAnswer, Claiming, ClaimState, Releasing, StoreUnavailable
 from virtual_loop import VirtualLoop
@@ -41,7 +41,7 @@ class Store:
 
 
 class Node:
-    """The locator of a node without a mirror."""
+    """The locator of a node without a mirror, and its shelf."""
 
     claims = None
 
@@ -49,21 +49,34 @@ class Node:
         self.loop = VirtualLoop()
         self.here = Store()
         parts: Any = self
-        self.arbiter = Arbiter(self.loop, parts)
-        self.decided: list[Decision | None] = []
+        self.arbiter = Arbiter(self.loop, parts, parts)
+        self.decided: list[Answer | None] = []
+        self.held: set[str] = set()
+        self.tasks: list[asyncio.Task[None]] = []
+        self.moved: dict[str, str] = {}
 
     async def store(self) -> Any:
         return self.here
 
     def place_of(self, address: tuple[str, str]) -> str:
-        return address[1][0]
+        return self.moved.get(address[1], address[1][0])
+
+    def holds(self, address: tuple[str, str]) -> bool:
+        return address[1] in self.held
 
     def claim(self, key: str) -> None:
         claiming = Claiming("ns", key, "holder", "token", ClaimState.INTENT, 1.0)
-        self.arbiter.claim(claiming, self.decided.append)
+
+        async def claim() -> None:
+            self.decided.append(await self.arbiter.claim(claiming))
+
+        self.tasks.append(self.loop.create_task(claim()))
 
     def release(self, key: str) -> None:
-        self.arbiter.release([Releasing("ns", key, "token")], lambda _: None)
+        async def release() -> None:
+            self.arbiter.release([Releasing("ns", key, "token")])
+
+        self.tasks.append(self.loop.create_task(release()))
 
     def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float) -> None:
         task = self.loop.create_task(coroutine)
@@ -86,6 +99,38 @@ def test_calls_for_a_key_keep_their_order_and_wait_for_no_other_server() -> None
     node.loop.run(100.0)
     assert len(node.here.done) == 26
     assert node.here.claimed == {f"{server}{n}" for server in "fs" for n in range(5)} - {"s0"}
+
+
+def test_calls_for_a_key_that_moves_to_another_server_keep_their_order() -> None:
+    node = Node()
+    node.here.seconds = {"k": 1.0}
+    node.claim("k")
+    node.claim("k")
+    node.loop.run(0.1)
+    node.moved["k"] = "other"
+    node.here.seconds = {}
+    node.release("k")
+    node.claim("o")
+    node.loop.run(0.1)
+    assert node.here.done == ["o"]
+    node.loop.run(10.0)
+    assert node.here.done == ["o", "k", "k", "k"]
+    assert node.here.claimed == {"o"}
+
+
+def test_a_claim_that_is_granted_after_its_key_was_inserted_here_is_released() -> None:
+    node = Node()
+    node.here.seconds = {"k": 1.0}
+    node.claim("k")
+    node.claim("k")
+    node.loop.run(0.1)
+    node.tasks[1].cancel()
+    node.loop.run(0.5)
+    assert node.decided == [None], "it was not decided in time"
+    node.held.add("k")
+    node.loop.run(10.0)
+    assert node.here.calls == 4
+    assert not node.here.claimed
 
 
 def test_a_server_that_fails_is_not_called_for_a_while_and_others_are() -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from lookup_buffer.errors import MissReason
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arbiter import Decision
 from lookup_buffer.node.connection import Connection, Seat, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import NOT_REACHED, Located, Locator
@@ -185,8 +184,11 @@ def test_ranks_that_are_missing_do_not_end_a_wait() -> None:
 # -- claims
 
 
+Answer = Callable[[ClaimAnswer], None]
+
+
 class Claiming:
-    """A node whose arbiter answers when the test says so."""
+    """A node whose store answers when the test says so."""
 
     def __init__(self) -> None:
         self.loop = VirtualLoop()
@@ -194,15 +196,14 @@ class Claiming:
         self.node = VirtualNode("a", self.store, random.Random(1))
         self.session: Any = self.node.session
 
-    def answer(self, reply: Callable[[Callable[[Decision], None], Decision], None]) -> None:
-        """`reply` gets the store's decision, and to whom it goes."""
+    def answer(self, reply: Callable[[Answer, ClaimAnswer], None]) -> None:
+        """`reply` gets the store's answer, and to whom it goes."""
 
-        def claim(claiming: Any, decided: Callable[[Decision], None]) -> None:
-            reply(decided, self.store.claim(self.node, claiming))
+        def claim(claiming: Any, answer: Answer) -> None:
+            reply(answer, self.store.claim(self.node, claiming))
 
-        def release(releasings: Any, _: object) -> None:
-            for one in releasings:
-                self.store.release(self.node, one.key)
+        def release(releasing: Any, _: object) -> None:
+            self.store.release(self.node, releasing.key)
 
         node: Any = self.node
         node.claim, node.release = claim, release
@@ -221,7 +222,7 @@ class Claiming:
 def test_a_claim_granted_in_the_turns_of_its_sessions_end_is_given_back() -> None:
     def is_free_after(reply_turns: int, end_turns: int) -> bool:
         one = Claiming()
-        one.answer(lambda decided, decision: one.after_turns(reply_turns, decided, decision))
+        one.answer(lambda answer, found: one.after_turns(reply_turns, answer, found))
         one.after_turns(end_turns, one.node.end)
         one.node.handle(Encoding(1, NAMESPACE, ["k"], 60.0), lambda _: None)
         one.loop.run(0.3)
@@ -233,7 +234,7 @@ def test_a_claim_granted_in_the_turns_of_its_sessions_end_is_given_back() -> Non
 def test_no_claim_is_granted_without_the_store_to_a_session_that_is_over() -> None:
     def is_free_after(turns: int) -> bool:
         one = Claiming()
-        one.answer(lambda decided, decision: one.loop.call_later(0.6, decided, decision))  # type: ignore[arg-type]
+        one.answer(lambda answer, found: one.loop.call_later(0.6, answer, found))  # type: ignore[arg-type]
         one.node.handle(Encoding(1, NAMESPACE, ["k"], 60.0), lambda _: None)
         one.loop.run(0.399)
         one.loop.now = 0.4  # in one turn: the timer, then the event of the socket
@@ -246,14 +247,14 @@ def test_no_claim_is_granted_without_the_store_to_a_session_that_is_over() -> No
 
 def test_an_answer_that_comes_in_time_counts_though_its_timer_is_due() -> None:
     one = Claiming()
-    held = Decision(ClaimAnswer(False, "other", ClaimState.ENCODING, 30.0), ClaimOutcome.HELD)
-    one.answer(lambda decided, _: one.loop.call_later(0.39, decided, held))  # type: ignore[arg-type]
+    held = ClaimAnswer(False, "other", ClaimState.ENCODING, 30.0)
+    one.answer(lambda answer, _: one.loop.call_later(0.39, answer, held))  # type: ignore[arg-type]
     claim = Claim(1, NAMESPACE, "k", 30.0, "encoding", 0.0)
-    task = one.loop.create_task(one.node.claims.claim(one.session, claim))
+    task = one.loop.create_task(one.node.claims.claim(one.session, one.session, claim))
     one.loop.run(0.38)
     one.loop.now = 0.41  # the loop was busy
     one.loop.run(0.1)
-    assert task.result().outcome is ClaimOutcome.HELD
+    assert task.result()["outcome"] is ClaimOutcome.HELD
 
 
 def test_what_is_located_in_time_counts_though_its_timer_is_due() -> None:
@@ -305,21 +306,20 @@ def test_the_end_of_a_session_keeps_the_claim_that_its_engine_uses_in_another() 
     one = Claiming()
     node: Any = one.node
 
-    def claim(claiming: Any, decided: Callable[[Decision], None]) -> None:
-        decision = one.store.claim(one.node, claiming)
+    def claim(claiming: Any, answer: Answer) -> None:
+        found = one.store.claim(one.node, claiming)
         if claiming.key == "k":  # "m" is not answered
-            one.loop.call_soon(decided, decision)
+            one.loop.call_soon(answer, found)
 
     one.answer(lambda *_: None)
     node.claim = claim
     one.node.handle(ClaimAll(1, NAMESPACE, ["k", "m"], WAIT_SECONDS), lambda _: None)
     one.loop.run(0.1)
     later = type(one.session)(one.loop)
-    again = one.loop.create_task(
-        one.node.claims.claim(later, Claim(2, NAMESPACE, "k", 30.0, "encoding", 0.0))
-    )
+    request = Claim(2, NAMESPACE, "k", 30.0, "encoding", 0.0)
+    again = one.loop.create_task(one.node.claims.claim(later, later, request))
     one.loop.run(0.1)
-    assert again.result().outcome is ClaimOutcome.GRANTED
+    assert again.result()["outcome"] is ClaimOutcome.GRANTED
     one.node.end()
     one.loop.run(0.1)
     assert one.store.holder("k") is one.node
@@ -332,9 +332,10 @@ def test_a_session_that_ends_while_its_wait_is_given_up_leaves_nothing() -> None
     other.handle(ClaimAll(1, NAMESPACE, ["k"], WAIT_SECONDS), lambda _: None)
     one.loop.run(0.2)
     claim_all = ClaimAll(1, NAMESPACE, ["k"], WAIT_SECONDS)
-    one.node.claims.claim_all(one.session, claim_all, lambda _: None, given_up=one.node.end)
+    one.node.claims.claim_all(one.session, claim_all, lambda _: None)
     one.loop.run(0.2)
     one.node.claims.unclaim(one.session, Unclaim(2, NAMESPACE, ["k"], 1))
+    one.node.end()
     one.loop.run(20.0)
     assert not one.node.claims._sessions
 
