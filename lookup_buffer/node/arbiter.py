@@ -10,10 +10,10 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.locate import Locator
@@ -25,6 +25,7 @@ from store import (
     ClaimAnswer,
     Claiming,
     MetadataStore,
+    Record,
     Releasing,
     StoreError,
     StoreFull,
@@ -44,14 +45,13 @@ class Answer(NamedTuple):
     holder: str = ""
     state: str = ""
     remaining_seconds: float = 0.0
-    is_heard: bool = False
-    """Whether the locator has the record of the store's reply, too."""
     counted_as: str = ""
     """One of `CLAIM_ANSWERS`, if that is not the outcome."""
 
 
-T = TypeVar("T")
-Decided = asyncio.Future[Answer | None]
+Found = ClaimAnswer | StoreError | None
+"""The store's reply to a claim; None if it was not reached."""
+Decided = asyncio.Future[Found]
 Existed = dict[Releasing, "asyncio.Future[bool]"]
 """For each claim to be released, whether it still existed, as far as is known."""
 
@@ -92,13 +92,28 @@ class Arbiter:
         is out of memory. In this case, and if this is cancelled, it may still grant the claim: a
         release that follows takes effect after that.
         """
+        address, claims = (claiming.namespace, claiming.key), self.locator.claims
         decided: Decided = self.loop.create_future()
-        self._ask(claiming, decided)
-        bound = self.loop.call_later(CLAIM_ANSWER_SECONDS, _settle, decided, None)
+        if claims is None or address in self._last:
+            self._claim_at_store(claiming, decided)
+        else:
+            claims.claim(claiming, partial(self._claimed, claiming, decided))
+        until = self.loop.time() + CLAIM_ANSWER_SECONDS
+        bound = self.loop.call_at(until, self._claimed, claiming, decided, None)
         try:
-            return await decided
+            found = await decided
         finally:
             bound.cancel()
+        if not isinstance(found, ClaimAnswer) or not await self._meets(found.record, until):
+            return None
+        record = found.record
+        is_elsewhere = record is not None and self.locator.directory.sources(record)
+        if is_elsewhere or self.shelf.holds(address):
+            if found.granted:
+                self.release([Releasing(*address, claiming.token)])
+            return Answer(ClaimOutcome.STORED, address)
+        outcome = ClaimOutcome.GRANTED if found.granted else ClaimOutcome.HELD
+        return Answer(outcome, address, found.holder, found.state.value, found.remaining_seconds)
 
     def release(self, releasings: Sequence[Releasing]) -> "list[asyncio.Future[bool]]":
         """Release claims; the results are whether each still existed, as far as is known."""
@@ -117,55 +132,32 @@ class Arbiter:
             await asyncio.wait(self._calls, timeout=CLOSE_SECONDS)
         self._is_closed = True
 
-    # -- over the mirror
+    # -- replies
 
-    def _ask(self, claiming: Claiming, decided: Decided) -> None:
-        """Send a claim. The result is None if it cannot be decided."""
-        claims = self.locator.claims
-        if claims is None or (claiming.namespace, claiming.key) in self._last:
+    def _claimed(self, claiming: Claiming, decided: Decided, found: Found) -> None:
+        address = (claiming.namespace, claiming.key)
+        if isinstance(found, StoreUnavailable):
             self._claim_at_store(claiming, decided)
-            return
-
-        def answered(found: ClaimAnswer | StoreError) -> None:
-            if isinstance(found, StoreUnavailable):
-                self._claim_at_store(claiming, decided)
-            elif isinstance(found, StoreError):
-                _settle(decided, None)
-            elif self.locator.knows(found.record):
-                self._decide(claiming, found, decided, is_heard=True)
-            else:
-                self._start("", [], self._meet_and_decide(claiming, found, decided, is_heard=True))
-
-        claims.claim(claiming, answered)
+        elif not decided.done():
+            decided.set_result(found)
+        elif isinstance(found, ClaimAnswer) and found.granted and self.shelf.holds(address):
+            # Granted so late that its key was inserted here: nobody else would release it.
+            self.release([Releasing(*address, claiming.token)])
 
     def _released(self, existed: Existed, one: Releasing, found: bool | StoreError | None) -> None:
         if isinstance(found, StoreUnavailable):
             self._release_at_store({one: existed[one]})
-        else:
-            _settle(existed[one], found is True)
+        elif not existed[one].done():
+            existed[one].set_result(found is True)
 
-    async def _meet_and_decide(
-        self, claiming: Claiming, found: ClaimAnswer, decided: Decided, *, is_heard: bool
-    ) -> None:
-        """Decide once all nodes that the record names are known, as far as possible."""
-        if found.record is not None:
-            await self.locator.meet([found.record])
-        self._decide(claiming, found, decided, is_heard=is_heard)
-
-    def _decide(
-        self, claiming: Claiming, found: ClaimAnswer, decided: Decided, *, is_heard: bool
-    ) -> None:
-        address, record = (claiming.namespace, claiming.key), found.record
-        is_elsewhere = record is not None and bool(self.locator.directory.sources(record))
-        if is_elsewhere or self.shelf.holds(address):
-            if found.granted:
-                self.release([Releasing(*address, claiming.token)])
-            answer = Answer(ClaimOutcome.STORED, address, is_heard=is_heard)
-        else:
-            outcome = ClaimOutcome.GRANTED if found.granted else ClaimOutcome.HELD
-            state, seconds = found.state.value, found.remaining_seconds
-            answer = Answer(outcome, address, found.holder, state, seconds, is_heard)
-        _settle(decided, answer)
+    async def _meets(self, record: Record | None, until: float) -> bool:
+        """Make known all nodes that the record names; whether there was time for that."""
+        with suppress(TimeoutError):
+            if record is not None and not self.locator.knows(record):
+                async with asyncio.timeout_at(until):
+                    await self.locator.meet([record])
+            return True
+        return False
 
     # -- at the store
 
@@ -187,10 +179,10 @@ class Arbiter:
                         state=claiming.state,
                         lease_seconds=claiming.lease_seconds,
                     )
-            if found is not None:
-                await self._meet_and_decide(claiming, found, decided, is_heard=False)
+            if found is not None and found.record is not None:  # the mirror may not have it
+                self.locator.forget((claiming.namespace, claiming.key))
         finally:
-            _settle(decided, None)  # without effect if it was decided
+            self._claimed(claiming, decided, found)
 
     def _release_at_store(self, existed: Existed) -> None:
         groups: defaultdict[str, Existed] = defaultdict(dict)
@@ -248,9 +240,3 @@ class Arbiter:
         for address in addresses:
             if address in self._last and self._last[address][1] is task:
                 del self._last[address]
-
-
-def _settle(future: "asyncio.Future[T]", result: T) -> None:
-    """Set the result, unless it is set, or whoever awaits it was cancelled."""
-    if not future.done():
-        future.set_result(result)

@@ -404,7 +404,7 @@ class Claims:
             granted = ClaimOutcome.GRANTED
             answer = Answer(granted, address, self.holder, state.value, counted_as=UNASKED)
         if answer.outcome is ClaimOutcome.STORED:  # else the next look-up may still miss
-            self.reads.published(address, located=answer.is_heard)
+            self.reads.published(address)
         elif answer.outcome is ClaimOutcome.GRANTED:
             claim = self.held.find(session, address)
             self.held.keep(session, claiming, answer.remaining_seconds)

@@ -228,11 +228,9 @@ class Reads:
             self._settle(fetch, NOTHING)
         self.waiting.arrived(address)
 
-    def published(self, address: QualifiedKey, *, located: bool) -> None:
+    def published(self, address: QualifiedKey) -> None:
         """A reply of the store showed that the key is stored: an earlier "absent" is out of
-        date. `located`: the locator got the record from that reply."""
-        if not located:
-            self.locator.forget(address)
+        date."""
         fetch = self._fetches.get(address)
         if fetch is not None:
             fetch.is_doubted = True

@@ -158,7 +158,7 @@ class VirtualNode:
     def holds(self, address: QualifiedKey) -> bool:
         return False
 
-    def published(self, address: QualifiedKey, *, located: bool) -> None: ...
+    def published(self, address: QualifiedKey) -> None: ...
 
     def known(self, namespace: str, keys: Sequence[str]) -> list[bool | None]:
         return [None] * len(keys)

@@ -7,6 +7,7 @@ from typing import Any
 
 from lookup_buffer.node.arbiter import CLOSE_SECONDS, Answer, Arbiter
 from lookup_buffer.node.storage import FAILURES_TO_OPEN
+from lookup_buffer.protocol.messages import ClaimOutcome
 from store import ClaimAnswer, Claiming, ClaimState, Releasing, StoreUnavailable
 from virtual_loop import VirtualLoop
 
@@ -19,12 +20,13 @@ class Store:
         self.error: dict[str, Exception] = {}
         self.done: list[str] = []
         self.claimed: set[str] = set()
+        self.records: dict[str, Any] = {}
         self.calls = 0
 
     async def claim(self, namespace: str, key: str, **fields: Any) -> ClaimAnswer:
         await self._call(key)
         self.claimed.add(key)
-        return ClaimAnswer(True, fields["holder"], fields["state"], 1.0)
+        return ClaimAnswer(True, fields["holder"], fields["state"], 1.0, self.records.get(key))
 
     async def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
         for one in releasings:
@@ -52,6 +54,9 @@ class Node:
         self.arbiter = Arbiter(self.loop, parts, parts)
         self.decided: list[Answer | None] = []
         self.held: set[str] = set()
+        self.forgotten: list[str] = []
+        self.meeting_seconds = 0.0
+        self.directory = self
         self.tasks: list[asyncio.Task[None]] = []
         self.moved: dict[str, str] = {}
 
@@ -60,6 +65,18 @@ class Node:
 
     def place_of(self, address: tuple[str, str]) -> str:
         return self.moved.get(address[1], address[1][0])
+
+    def knows(self, record: str | None) -> bool:
+        return record is None
+
+    async def meet(self, records: Sequence[str]) -> None:
+        await asyncio.sleep(self.meeting_seconds)
+
+    def sources(self, record: str) -> list[str]:
+        return [record]
+
+    def forget(self, address: tuple[str, str]) -> None:
+        self.forgotten.append(address[1])
 
     def holds(self, address: tuple[str, str]) -> bool:
         return address[1] in self.held
@@ -131,6 +148,25 @@ def test_a_claim_that_is_granted_after_its_key_was_inserted_here_is_released() -
     node.loop.run(10.0)
     assert node.here.calls == 4
     assert not node.here.claimed
+
+
+def test_a_key_that_another_node_stored_meanwhile_is_not_claimed() -> None:
+    node = Node()
+    node.here.records["k"] = "record"
+    node.claim("k")
+    node.loop.run(0.1)
+    assert [answer and answer.outcome for answer in node.decided] == [ClaimOutcome.STORED]
+    assert node.forgotten == ["k"], "the mirror may not know it"
+    assert (node.here.done, node.here.claimed) == (["k", "k"], set())
+
+
+def test_a_claim_does_not_wait_long_for_news_of_the_nodes_that_a_record_names() -> None:
+    node = Node()
+    node.here.records["k"] = "record"
+    node.meeting_seconds = 1.0
+    node.claim("k")
+    node.loop.run(0.5)
+    assert node.decided == [None]
 
 
 def test_a_server_that_fails_is_not_called_for_a_while_and_others_are() -> None:
