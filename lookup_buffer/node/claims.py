@@ -156,7 +156,7 @@ class _Turns:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     attempt: asyncio.Lock = field(default_factory=asyncio.Lock)
     """An attempt takes it before `turn`: so messages precede attempts, which may be many."""
-    active: "set[asyncio.Task[Any] | None]" = field(default_factory=set)
+    active: "set[asyncio.Task[Any]]" = field(default_factory=set)
     """Those that have their turn, or wait for it; from the moment of their request."""
     sets: "dict[int, asyncio.Task[None]]" = field(default_factory=dict)
     """Those that are not answered, by the request's id."""
@@ -313,6 +313,7 @@ class Claims:
 
     async def _take_in_turn(self, session: Session, request: ClaimAll) -> Answer:
         turns, task = self._sessions[session], asyncio.current_task()
+        assert task is not None
         turns.active.add(task)
         try:
             async with turns.attempt, turns.turn:

@@ -76,14 +76,14 @@ class Prefetches:
                 located()
                 session.tell(claim_all, event)
 
-        async def locate_later() -> None:
-            await asyncio.sleep(AHEAD_SECONDS)
-            located()
+        def locate_at_last() -> None:
+            if session.is_open:
+                located()
 
         if not (self.claims.arbiter.tells_of_records and self.claims.is_idle(session)):
             located()
         else:
-            session.start(locate_later)
+            self.reads.loop.call_later(AHEAD_SECONDS, locate_at_last)
         self.claims.claim_all(session, claim_all, told)
 
     def _bring(self, pending: _Pending) -> None:
