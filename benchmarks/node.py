@@ -33,9 +33,9 @@ from typing import Any
 import torch
 
 from lookup_buffer import BufferConfig, LookupBuffer, Namespace, PrefetchState, TensorKey
+from lookup_buffer.node.arena import Arena, Pin
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located
-from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
 from store import EmbeddedServer, open_store
 
@@ -129,10 +129,10 @@ def measure_transfer(
     target[:] = bytes(nbytes)
     key = TensorKey(f"transfer-{nbytes}")
     holder.insert(key, source)
-    shelf = Shelf(2 * nbytes + (1 << 20), lambda address, reason: None)
-    shelf.memory.populate(0, shelf.memory.nbytes)
+    arena = Arena(2 * nbytes + (1 << 20), lambda address, reason: None)
+    arena.memory.populate(0, arena.memory.nbytes)
     loop = asyncio.new_event_loop()
-    fetcher = Fetcher(loop, shelf, Counters(), token=None)
+    fetcher = Fetcher(loop, arena, Counters(), token=None)
     address = (Namespace.named("default").fingerprint, key.text)
     transfers, bares = [], []
     with open_store(url) as store:
@@ -143,14 +143,14 @@ def measure_transfer(
     located = Located(record, ((location, endpoint),))
     for _ in range(rounds + 1):
         bares.append(seconds(functools.partial(receive_bare, bare, target)))
-        held: list[Held] = []
+        held: list[Pin] = []
         move = functools.partial(transfer, loop, fetcher, address, located, held)
         transfers.append(seconds(move))
-        shelf.release([held[0].ticket], FETCH_OWNER)
-        shelf.remove(held[0].item, "measured")
+        arena.release([held[0].ticket], FETCH_OWNER)
+        arena.remove(held[0].item, "measured")
     fetcher.close()
     loop.close()
-    shelf.close()
+    arena.close()
     return compared(transfers[1:], bares[1:], "bare_socket", nbytes)  # the first one connects
 
 
@@ -159,7 +159,7 @@ def transfer(
     fetcher: Fetcher,
     address: Any,
     located: Located,
-    held: list[Held],
+    held: list[Pin],
 ) -> None:
     """One fetch, until the bytes are verified and visible in the arena."""
     came: asyncio.Future[Fetched] = loop.create_future()

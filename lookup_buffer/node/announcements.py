@@ -21,15 +21,14 @@ from typing import Final
 
 from lookup_buffer.errors import NodeUnavailable
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
-from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.locate import Locator
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.owners import GONE, UNREACHED, Answer, Owners
 from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.registrar import Registrar
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.messages import InsertOutcome
 from lookup_buffer.times import INSERT_LEAST_SECONDS
 from store import GoneReason, Location, Publication
@@ -58,7 +57,7 @@ class _Insert:
 @dataclass(slots=True)
 class Announcements:
     loop: asyncio.AbstractEventLoop
-    shelf: Shelf
+    arena: Arena
     handoffs: Handoffs
     locator: Locator
     directory: Directory
@@ -104,7 +103,7 @@ class Announcements:
             if is_late or self.registrar.breaker.failures or one.item.gone:
                 one.settle(InsertOutcome.STORED)
         elif is_late:
-            self.shelf.remove(one.item, GoneReason.ELSEWHERE)
+            self.arena.remove(one.item, GoneReason.ELSEWHERE)
             raise NodeUnavailable(
                 f"{address[1]} was not stored: the store names another node as its owner, "
                 "which does not answer; insert it again"
@@ -130,7 +129,7 @@ class Announcements:
         """Drop the item if another node has it; or else publish it in place of the others, whose
         report ends this contest or begins the next."""
         try:
-            while self.shelf.peek(address) is not None:
+            while self.arena.peek(address) is not None:
                 others = await self._others(address)
                 fates = await asyncio.gather(*(self._ask(address, at) for at in others))
                 holders = [
@@ -165,7 +164,7 @@ class Announcements:
         return await self.owners.at(location, endpoint).holds(address)
 
     def _lose(self, address: QualifiedKey, holder: str) -> None:
-        item = self.shelf.peek(address)
+        item = self.arena.peek(address)
         if item is not None:
             self.counters.add("handoffs_elsewhere")
             _log.warning(
@@ -173,7 +172,7 @@ class Announcements:
                 "its producer gets 'exists'",
                 address[1], item.generation, address[0], holder,
             )  # fmt: skip
-            self.shelf.remove(item, GoneReason.ELSEWHERE)
+            self.arena.remove(item, GoneReason.ELSEWHERE)
         for one in self._inserts.get(address, ()):
             if one.outcome is None:
                 one.settle(InsertOutcome.EXISTS)

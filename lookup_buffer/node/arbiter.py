@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.locate import Locator
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Breaker
 from lookup_buffer.protocol.messages import ClaimOutcome
 from lookup_buffer.times import CLAIM_ANSWER_SECONDS
@@ -71,7 +71,7 @@ class Arbiter:
 
     loop: asyncio.AbstractEventLoop
     locator: Locator
-    shelf: Shelf
+    arena: Arena
     _servers: defaultdict[str, _Server] = field(default_factory=lambda: defaultdict(_Server))
     """By name, for calls of the store."""
     _calls: set[asyncio.Task[None]] = field(default_factory=set)
@@ -108,7 +108,7 @@ class Arbiter:
             return None
         record = found.record
         is_elsewhere = record is not None and self.locator.directory.sources(record)
-        if is_elsewhere or self.shelf.holds(address):
+        if is_elsewhere or self.arena.holds(address):
             if found.granted:
                 self.release([Releasing(*address, claiming.token)])
             return Answer(ClaimOutcome.STORED, address)
@@ -140,7 +140,7 @@ class Arbiter:
             self._claim_at_store(claiming, decided)
         elif not decided.done():
             decided.set_result(found)
-        elif isinstance(found, ClaimAnswer) and found.granted and self.shelf.holds(address):
+        elif isinstance(found, ClaimAnswer) and found.granted and self.arena.holds(address):
             # Granted so late that its key was inserted here: nobody else would release it.
             self.release([Releasing(*address, claiming.token)])
 

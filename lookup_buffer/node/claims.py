@@ -30,13 +30,13 @@ from typing import Any
 
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arbiter import Answer, Arbiter
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import Connection, Fields, Owner, Session
 from lookup_buffer.node.counters import RENEWED, UNASKED, Counters
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.messages import (
     Claim,
     ClaimAll,
@@ -168,7 +168,7 @@ class Claims:
     held: HeldClaims
     arbiter: Arbiter
     identity: Identity
-    shelf: Shelf
+    arena: Arena
     waiting: Waiting
     reads: Reads
     registrar: Registrar
@@ -390,7 +390,7 @@ class Claims:
         self, session: Session, address: QualifiedKey, state: ClaimState, lease_seconds: float
     ) -> Answer:
         """Take one claim, or learn who has it."""
-        if self.shelf.holds(address) or self.waiting.locator.known(address[0], [address[1]])[0]:
+        if self.arena.holds(address) or self.waiting.locator.known(address[0], [address[1]])[0]:
             return Answer(ClaimOutcome.STORED, address)
         holder = f"{self.holder}:{int(time.time())}"  # since when, shown to people
         token = self._token(session, address)

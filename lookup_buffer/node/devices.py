@@ -25,12 +25,11 @@ from typing import Any, Final
 
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.locate import Located, Locator
 from lookup_buffer.node.membership import Directory
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.fields import Fallback, MaybeFallback
 from lookup_buffer.protocol.header import DTYPES, TensorHeader
 from lookup_buffer.protocol.messages import Offer, OpenPool, Prepare, Received, Retract, SeenPool
@@ -39,7 +38,7 @@ from store import POOLS_MAX, DeviceLocation, Location, MetadataStore, NodeInfo, 
 KNOWN_MAX: Final = 4096
 """Bound on the keys that a pool is assumed to have received."""
 FIRST_TICKET: Final = 1 << 62
-"""Tickets of lanes start here; those of `shelf` never get so high."""
+"""Tickets of lanes start here; those of `arena` never get so high."""
 BASE_SECONDS: Final = 1.0
 BYTES_PER_SECOND: Final = 100e6
 """A transfer may take BASE_SECONDS plus its size over this rate; then the bytes are fetched over
@@ -114,7 +113,7 @@ class _Offered:
 
 @dataclass(slots=True)
 class Pools:
-    shelf: Shelf
+    arena: Arena
     publish: Callable[[QualifiedKey], None]
     """Called with copies whose publication is out of date."""
     endpoints: tuple[PoolEndpoint, ...] = ()
@@ -159,12 +158,12 @@ class Pools:
 
     def prepare(self, session: Session, request: Prepare) -> None:
         pool, address = self._pools.get(session), (request.namespace, request.key)
-        if pool is not None and self.shelf.peek(address) is None:  # else it will not be stored
+        if pool is not None and self.arena.peek(address) is None:  # else it will not be stored
             self._put(address, _Offered(pool, request.mark, 0))
 
     def offer(self, session: Session, request: Offer) -> None:
         pool, address = self._pools.get(session), (request.namespace, request.key)
-        item = self.shelf.peek(address)
+        item = self.arena.peek(address)
         if pool is None:
             return
         if item is None or item.checksum != request.checksum:
@@ -201,7 +200,7 @@ class Pools:
             self._offers[address] = left
         else:
             del self._offers[address]
-        if self.shelf.peek(address) is not None:
+        if self.arena.peek(address) is not None:
             self.publish(address)
 
     def offers(self, address: QualifiedKey) -> bool:
@@ -412,7 +411,7 @@ class Lanes:
     # -- the end of tickets
 
     def release(self, tickets: Iterable[int], session: Session) -> None:
-        """See `Shelf.release`; tickets that are not of lanes are ignored."""
+        """See `Arena.release`; tickets that are not of lanes are ignored."""
         for ticket in tickets:
             held = self._held.get(ticket)
             if held is not None and held.owner is session and not held.waiting:

@@ -27,9 +27,8 @@ from dataclasses import dataclass, field
 
 from lookup_buffer.errors import BufferFull, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
+from lookup_buffer.node.arena import Arena, Item, Pin
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.inventory import Item
-from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.times import REMEMBERED_SECONDS
 from store import GoneReason
@@ -50,7 +49,7 @@ class Lease:
     """One taker's lease on one generation; `token` is its id, which cannot be guessed."""
 
     token: int
-    held: Held
+    held: Pin
     taker: Hashable
     seconds: float
     until: float
@@ -72,7 +71,7 @@ class Arrival:
 @dataclass(slots=True)
 class Handoffs:
     loop: asyncio.AbstractEventLoop
-    shelf: Shelf
+    arena: Arena
     counters: Counters
     lease_seconds: float
     _leases: dict[int, Lease] = field(default_factory=dict)
@@ -90,7 +89,7 @@ class Handoffs:
     """An attempt to admit queued inserts is scheduled."""
 
     def __post_init__(self) -> None:
-        self.shelf.when_room(self._room_came)
+        self.arena.when_room(self._room_came)
 
     # -- takers
 
@@ -157,7 +156,7 @@ class Handoffs:
             "hand-off taken: %s, generation %d, namespace %s", key, item.generation, namespace
         )
         self.counters.add("handoffs_taken")
-        self.shelf.remove(item, GoneReason.TAKEN)
+        self.arena.remove(item, GoneReason.TAKEN)
         self._let_go(lease)
         return True
 
@@ -197,7 +196,7 @@ class Handoffs:
                 raise
         arrival.admitted = self.loop.create_future()
         self._offers.setdefault(address, []).append(arrival)
-        self.shelf.offer(address, arrival.header)  # published, for takers on other nodes
+        self.arena.offer(address, arrival.header)  # published, for takers on other nodes
         self._try(arrival, wanted=address in self._queues)  # the first attempt may have made room
         return None
 
@@ -218,7 +217,7 @@ class Handoffs:
             return self._reserve(arrival, wanted=arrival.address in self._queues)
         except asyncio.CancelledError:
             if not admitted.cancelled():
-                self.shelf.abandon(admitted.result())
+                self.arena.abandon(admitted.result())
             raise
 
     def landed(self, arrival: Arrival) -> None:
@@ -230,7 +229,7 @@ class Handoffs:
         offers.remove(arrival)
         if not offers:
             del self._offers[address]
-            self.shelf.retract(address)
+            self.arena.retract(address)
             self._serve(address)  # takers that waited for this offer get None
 
     def hold_back(self, address: QualifiedKey) -> None:
@@ -247,7 +246,7 @@ class Handoffs:
 
     def _reserve(self, arrival: Arrival, *, wanted: bool) -> Item:
         ttl_seconds = TTL_SECONDS if arrival.ttl_seconds is None else arrival.ttl_seconds
-        return self.shelf.reserve_handoff(
+        return self.arena.reserve_handoff(
             arrival.address, arrival.header, ttl_seconds=ttl_seconds, wanted=wanted
         )
 
@@ -281,7 +280,7 @@ class Handoffs:
 
     def _is_awaited(self, address: QualifiedKey) -> bool:
         """Whether there is an item, leased or not, or one may come."""
-        return address in self._held_back or address in self._offers or self.shelf.holds(address)
+        return address in self._held_back or address in self._offers or self.arena.holds(address)
 
     def _serve(self, address: QualifiedKey) -> None:
         """Lease the item to the first in the queue, or answer all if there is nothing to wait
@@ -306,14 +305,14 @@ class Handoffs:
         """A lease on the item, if it is READY. If it is only offered, space is made for it."""
         if address in self._held_back:
             return None
-        held = self.shelf.hold(address, HANDOFF_OWNER)
+        held = self.arena.hold(address, HANDOFF_OWNER)
         if held is None:
             for arrival in list(self._offers.get(address, ())):
                 self._try(arrival, wanted=True)
             return None
         current = self._current.get(address)
         if current is not None and current.held.item is held.item:
-            self.shelf.release([held.ticket], HANDOFF_OWNER)
+            self.arena.release([held.ticket], HANDOFF_OWNER)
             return None
         token = secrets.randbits(63)
         seconds = self.lease_seconds + held.item.nbytes / BYTES_PER_SECOND_MIN
@@ -343,5 +342,5 @@ class Handoffs:
         address = lease.held.item.address
         if self._current.get(address) is lease:
             del self._current[address]
-        self.shelf.release([lease.held.ticket], HANDOFF_OWNER)
+        self.arena.release([lease.held.ticket], HANDOFF_OWNER)
         self._serve(address)

@@ -20,13 +20,12 @@ from typing import Any
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.announcements import Announcements
+from lookup_buffer.node.arena import Arena, Item, Pin
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Arrival, Handoffs
-from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.locate import Waiting
-from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_fields
 from lookup_buffer.shm.memory import Mapping
@@ -74,7 +73,7 @@ class Inserts:
     """`on_stored(address)` is called for each complete item, while it is pinned."""
 
     loop: asyncio.AbstractEventLoop
-    shelf: Shelf
+    arena: Arena
     counters: Counters
     waiting: Waiting
     handoffs: Handoffs
@@ -164,13 +163,13 @@ class Inserts:
         """Memory for a part; None if it has its result, or if another one is writing the key."""
         part = one.parts[index]
         try:
-            item = self.shelf.reserve(
+            item = self.arena.reserve(
                 part.address, part.header, origin="local", ttl_seconds=one.request.ttl_seconds
             )
         except LookupBufferError as error:
             self._refuse(one, index, error)
             return None
-        if item is None and self.shelf.holds(part.address):
+        if item is None and self.arena.holds(part.address):
             self.counters.add("inserts_exists")
             self.claims.inserted(one.session, part.address)
             one.results[index] = {"outcome": InsertOutcome.EXISTS.value}
@@ -194,7 +193,7 @@ class Inserts:
         pin = self._commit(one, item, checksum)
         self.claims.inserted(one.session, item.address)
         self._stored(one, index, item)
-        self.shelf.release([pin.ticket], one.session.id)
+        self.arena.release([pin.ticket], one.session.id)
 
     # -- hand-offs
 
@@ -220,7 +219,7 @@ class Inserts:
                 if outcome is InsertOutcome.STORED:
                     self._stored(one, index, item)
             finally:
-                self.shelf.release([pin.ticket], one.session.id)
+                self.arena.release([pin.ticket], one.session.id)
         except LookupBufferError as error:
             self._refuse(one, index, error)
             return
@@ -244,11 +243,11 @@ class Inserts:
         return [self._fill(one, index, item) for index, item in reserved]
 
     def _fill(self, one: _Inserting, index: int, item: Item) -> int:
-        return self.shelf.fill(item, one.staging, one.parts[index].offset)
+        return self.arena.fill(item, one.staging, one.parts[index].offset)
 
-    def _commit(self, one: _Inserting, item: Item, checksum: int) -> Held:
+    def _commit(self, one: _Inserting, item: Item, checksum: int) -> Pin:
         item.device = one.session.device
-        return self.shelf.commit(item, checksum, one.session.id)
+        return self.arena.commit(item, checksum, one.session.id)
 
     def _stored(self, one: _Inserting, index: int, item: Item) -> None:
         self.counters.add("inserts_stored")

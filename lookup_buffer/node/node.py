@@ -5,24 +5,24 @@ is not the loop's. The loop's thread is the process's main thread. `counters` an
 by many and not drawn, nor is `connection` to other nodes.
 
     clients ─► connection ─► server                 a call or a task for each request
-      server ─► shelf                               pins
-      server ─► insert ─► shelf                     insert; copies above 512 KiB [lb-copy]
+      server ─► arena                               pins
+      server ─► insert ─► arena                     insert; copies above 512 KiB [lb-copy]
                ├─► handoffs                         hand-offs that wait for space
                ├─► announcements ─► owners          ownership of a hand-off; queries the other owner
                ├─► claims ─► read                   a stored output ends its claim
                └─► read, locate                     readers of the key continue
-      server ─► read ─► shelf                       select and has_caches of what is here
+      server ─► read ─► arena                       select and has_caches of what is here
                ├─► locate ─► store                  the holders of an absent key, and
                │                                    the wait until a node has it
                └─► transfer ─► other nodes          its bytes [lb-fetch]
-                                └─► shelf           where they land
+                                └─► arena           where they land
       server ─► prefetch ─► read, claims            many keys, an event for each
                └─► devices                          transfers from device to device
-      server ─► takes ─► handoffs ─► shelf          drop_select of an item of this node
+      server ─► takes ─► handoffs ─► arena          drop_select of an item of this node
                ├─► locate, transfer                 of another node's
                └─► owners ─► other nodes            its owner
       server ─► claims ─► arbiter ─► store          claims, over the mirror's connections if any
-      server, claims, announcements ─► registrar    marks keys as changed (dirty_set); so do shelf,
+      server, claims, announcements ─► registrar    marks keys as changed (dirty_set); so do arena,
                                                     devices and peers, through node
       node ─► membership, locate, owners, http      ticks, 4 times a second
 
@@ -30,7 +30,7 @@ by many and not drawn, nor is `connection` to other nodes.
                ├─► publisher ─► announcements       the store's replies on hand-offs
                └─► devices                          other nodes' device pools
 
-    other nodes ─► peers ─► shelf                   sends tensors [lb-send]
+    other nodes ─► peers ─► arena                   sends tensors [lb-send]
                     └─► owners ─► handoffs          takers of other nodes
     Prometheus, probes, browsers ─► the dashboard's process, which `http` keeps running
                      ├─► server                     /metrics and /healthz, by a message
@@ -56,6 +56,7 @@ from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arbiter import Arbiter
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims, HeldClaims
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes, Pools
@@ -71,7 +72,6 @@ from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.server import Server
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takes import Takes
 from lookup_buffer.node.transfer import Fetcher
@@ -110,15 +110,15 @@ class Node:
         self._counters = Counters()
         self._loop = NodeLoop(self._counters.loop_blocked_seconds.observe)
         self._blocked_log = BlockedLog(self._loop)
-        self._shelf = Shelf(config.capacity_bytes, self._changed)
-        self._pools = Pools(self._shelf, lambda address: self._changed(address, ""))
+        self._arena = Arena(config.capacity_bytes, self._changed)
+        self._pools = Pools(self._arena, lambda address: self._changed(address, ""))
         token = config.token.get_secret_value() if config.token else None
         self._handoffs = handoffs = Handoffs(
-            self._loop, self._shelf, self._counters, config.handoff_lease_seconds
+            self._loop, self._arena, self._counters, config.handoff_lease_seconds
         )
         self._askers = Askers(self._loop, handoffs, self._counters)
         self._peers = PeerServer(
-            self._loop, self._shelf, self._counters, token, self._missed, self._askers.admit,
+            self._loop, self._arena, self._counters, token, self._missed, self._askers.admit,
             lambda: self._directory.count_alive(),
         )  # fmt: skip
         self._held_claims = HeldClaims(self._loop)
@@ -131,11 +131,11 @@ class Node:
         self._lacks_mirror = not self._storage.has_mirror()
         mirrored = config.mirror and not self._lacks_mirror
         self._locator = Locator(self._loop, self._storage, directory, self._remote_index, mirrored)
-        self._fetcher = Fetcher(self._loop, self._shelf, self._counters, token)
+        self._fetcher = Fetcher(self._loop, self._arena, self._counters, token)
         self._registrar = Registrar(
             self._loop,
             self._storage,
-            self._shelf,
+            self._arena,
             directory,
             self._identity,
             self._counters,
@@ -146,34 +146,34 @@ class Node:
         )
         self._owners = Owners(self._loop, directory, token)
         self._announcements = Announcements(
-            self._loop, self._shelf, handoffs, self._locator, directory, self._owners,
+            self._loop, self._arena, handoffs, self._locator, directory, self._owners,
             self._identity, self._registrar, self._counters,
         )  # fmt: skip
         self._server = self._make_server(directory)
 
     def _make_server(self, directory: Directory) -> Server:
-        loop, shelf, handoffs = self._loop, self._shelf, self._handoffs
+        loop, arena, handoffs = self._loop, self._arena, self._handoffs
         pauses = (LOOK_AGAIN_SECONDS,) if self._locator.mirrored else POLL_SECONDS
         waiting = Waiting(loop, self._locator, pauses)
         boot = self._identity.boot
-        reads = Reads(loop, shelf, self._locator, self._fetcher, waiting, self._counters, boot)
-        arbiter = Arbiter(loop, self._locator, shelf)
+        reads = Reads(loop, arena, self._locator, self._fetcher, waiting, self._counters, boot)
+        arbiter = Arbiter(loop, self._locator, arena)
         self._claims = Claims(
-            loop, self._held_claims, arbiter, self._identity, shelf, waiting, reads,
+            loop, self._held_claims, arbiter, self._identity, arena, waiting, reads,
             self._registrar, self._counters,
         )  # fmt: skip
         self._inserts = Inserts(
-            loop, shelf, self._counters, waiting, handoffs, self._claims, self._announcements,
+            loop, arena, self._counters, waiting, handoffs, self._claims, self._announcements,
             reads.arrived,
         )  # fmt: skip
         takes = Takes(
-            loop, shelf, handoffs, self._owners, self._locator, directory, self._identity,
+            loop, arena, handoffs, self._owners, self._locator, directory, self._identity,
             waiting, self._fetcher,
         )  # fmt: skip
         return Server(
             loop=loop,
             identity=self._identity,
-            shelf=shelf,
+            arena=arena,
             remote_index=self._remote_index,
             reads=reads,
             inserts=self._inserts,
@@ -208,7 +208,7 @@ class Node:
         sys.setswitchinterval(SWITCH_SECONDS)
         gc.set_threshold(*GARBAGE_THRESHOLDS)
         first = min(FIRST_BYTES, self._config.capacity_bytes)
-        self._shelf.memory.populate(0, first)
+        self._arena.memory.populate(0, first)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._loop.stop)
         if self._http is not None:
@@ -219,7 +219,7 @@ class Node:
         self._registrar.start()
         if self._telemetry is not None:
             self._telemetry.start()
-        self._shelf.memory.populate_in_background(skip_bytes=first)
+        self._arena.memory.populate_in_background(skip_bytes=first)
         self._loop.call_soon(on_ready)
         self._blocked_log.start()
         self._check_deaths()
@@ -315,5 +315,5 @@ class Node:
             self._telemetry.close()
         self._end_tasks()
         self._loop.close()
-        self._shelf.close()
+        self._arena.close()
         self._remote_index.close()

@@ -324,7 +324,7 @@ class Askers:
             case GiveBack() as request:
                 self.handoffs.give_back(request.token)
             case Holds() as request:
-                held = self.handoffs.shelf.holds((request.namespace, request.key))
+                held = self.handoffs.arena.holds((request.namespace, request.key))
                 connection.send({"id": request.id, "state": "present" if held else "absent"})
             case Leave() as request:
                 take = self._takes[connection].pop(request.take, None)

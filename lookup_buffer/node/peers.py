@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.arena import Arena, Pin
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, Movers, greet
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.membership import Identity
-from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.acceptor import RETRY_SECONDS, listening_socket
 from lookup_buffer.protocol.auth import Purpose
 from lookup_buffer.protocol.fields import is_fingerprint
@@ -63,14 +63,14 @@ class Asked(NamedTuple):
     generation: object
 
 
-Reply = tuple[dict[str, Any], Held | None]
+Reply = tuple[dict[str, Any], Pin | None]
 """A header, and the pinned item whose bytes follow it."""
 
 
 @dataclass(slots=True)
 class PeerServer:
     loop: asyncio.AbstractEventLoop
-    shelf: Shelf
+    arena: Arena
     counters: Counters
     token: str | None
     missed: Callable[[QualifiedKey], None]
@@ -214,7 +214,7 @@ class PeerServer:
             yield together
 
     def release(self, replies: Iterable[Reply]) -> None:
-        self.shelf.release([held.ticket for _, held in replies if held is not None], PEER_OWNER)
+        self.arena.release([held.ticket for _, held in replies if held is not None], PEER_OWNER)
 
     def send_by_thread(
         self, sender: FramedSocket, replies: Sequence[Reply], already_sent: int
@@ -233,8 +233,8 @@ class PeerServer:
         job.add_done_callback(lambda _: call_from_thread(self.loop, self.release, replies))
         return job
 
-    def payload_of(self, held: Held | None) -> memoryview | None:
-        return None if held is None else self.shelf.bytes_of(held.item)
+    def payload_of(self, held: Pin | None) -> memoryview | None:
+        return None if held is None else self.arena.bytes_of(held.item)
 
     def _send(self, sender: FramedSocket, replies: Sequence[Reply], already_sent: int) -> None:
         for header, held in replies:
@@ -242,9 +242,9 @@ class PeerServer:
             sender.send(header, payload, timeout=PEER_PROGRESS_SECONDS, already_sent=already_sent)
             already_sent = 0
 
-    def _header(self, held: Held) -> dict[str, Any]:
+    def _header(self, held: Pin) -> dict[str, Any]:
         item = held.item
-        remaining = self.shelf.remaining_seconds(item)
+        remaining = self.arena.remaining_seconds(item)
         namespace, key = item.address
         header = PayloadHeader(
             namespace=namespace,
@@ -256,19 +256,19 @@ class PeerServer:
         )
         return {"status": "ok", "payload": header.to_fields()}
 
-    def _hold(self, asked: Asked) -> Held | None:
+    def _hold(self, asked: Asked) -> Pin | None:
         """The requested item, pinned; None if this boot does not have that generation."""
         if asked.boot != self.identity.boot:
             self.missed(asked.address)
             return None
         try:
-            held = self.shelf.hold(asked.address, PEER_OWNER)
+            held = self.arena.hold(asked.address, PEER_OWNER)
         except BufferFull:
             return None  # the reader tries another holder, or encodes
         if held is not None and held.item.generation == asked.generation:
             return held
         if held is not None:
-            self.shelf.release([held.ticket], PEER_OWNER)
+            self.arena.release([held.ticket], PEER_OWNER)
         self.missed(asked.address)
         return None
 

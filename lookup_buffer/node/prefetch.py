@@ -140,7 +140,7 @@ class Prefetches:
     def _is_awaited(self, pending: _Pending, address: QualifiedKey, fetched: Fetched) -> bool:
         """Whether this key is waited for now. A key that found no room is not: its session may
         hold the pins that fill the arena."""
-        is_missing = fetched.held is None and not self.reads.shelf.holds(address)
+        is_missing = fetched.held is None and not self.reads.arena.holds(address)
         may_come = is_missing and fetched.reason != MissReason.NO_ROOM
         is_bounded = self._awaited[pending.session.id] < AWAITED_MAX
         return may_come and is_bounded and self._may_wait(pending, address)
@@ -152,7 +152,7 @@ class Prefetches:
 
     async def _await(self, pending: _Pending, address: QualifiedKey) -> None:
         def answer(fetched: Fetched) -> bool | None:
-            is_here = self.reads.shelf.holds(address)  # else ranks that are missing do not matter
+            is_here = self.reads.arena.holds(address)  # else ranks that are missing do not matter
             if is_here or fetched.reason == MissReason.NO_ROOM:
                 self._answer(pending, [(address, fetched)])
                 return True

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from lookup_buffer.key import QualifiedKey, is_handoff
+from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Pools
 from lookup_buffer.node.dirty_set import Change, DirtySet
-from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.membership import Directory, Identity
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.times import HANDOFF_GONE_SECONDS, Clock
 from store import (
     GONE_SECONDS,
@@ -72,7 +71,7 @@ class _Batch:
 
 @dataclass(slots=True)
 class Publisher:
-    shelf: Shelf
+    arena: Arena
     directory: Directory
     identity: Identity
     counters: Counters
@@ -123,7 +122,7 @@ class Publisher:
     async def _write(self, store: MetadataStore, changes: Sequence[Change]) -> dict[Change, None]:
         """Write one batch; returns the changes whose server was not reached."""
         batch = _Batch(store)
-        here = [(change, self.shelf.published(change.address)) for change in changes]
+        here = [(change, self.arena.published(change.address)) for change in changes]
         gone = [change for change, item in here if item is None]
         withdrawings = [(change, self._withdrawing(change)) for change in gone]
         withdrawings += [
@@ -235,7 +234,7 @@ class Publisher:
         return Publishing(record, location, ttl_seconds, change.claim_token, sole, device)
 
     def _ttl_seconds(self, item: Item) -> float:
-        remaining = self.shelf.remaining_seconds(item)
+        remaining = self.arena.remaining_seconds(item)
         if remaining is None:
             return self.record_ttl_seconds
         # At most the time between renewals, so that the record of a dead holder expires.

@@ -15,10 +15,10 @@ from typing import Final, TypeVar
 
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey, is_handoff
+from lookup_buffer.node.arena import Arena, Pin
 from lookup_buffer.node.connection import Connection, Fields, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located, Locator, Waiting
-from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
 from lookup_buffer.protocol.messages import Contains, Select, Touch
 from lookup_buffer.times import CALL_SECONDS, NODE_SHARE
@@ -77,7 +77,7 @@ class _Reader:
 @dataclass(slots=True)
 class Reads:
     loop: asyncio.AbstractEventLoop
-    shelf: Shelf
+    arena: Arena
     locator: Locator
     fetcher: Fetcher
     waiting: Waiting
@@ -110,11 +110,11 @@ class Reads:
 
         hold = partial(self.hold, session, address)
         found = await self.bring(address, request.wait_seconds, hold, fetching)
-        if isinstance(found, Held):
+        if isinstance(found, Pin):
             return self.resident(found)
         return self.missed(found, timed_out=request.wait_seconds > 0)
 
-    def resident(self, held: Held) -> Fields:
+    def resident(self, held: Pin) -> Fields:
         """The answer with a pinned item."""
         item = held.item
         return {
@@ -136,7 +136,7 @@ class Reads:
 
     def hold(
         self, session: Session, address: QualifiedKey, fetched: Fetched = NOTHING
-    ) -> Held | None:
+    ) -> Pin | None:
         """Pin the item at `address` for the session, or what came if that is a copy for this reader
         alone, and count the hit. None if there is neither, or if the session has ended.
 
@@ -145,9 +145,9 @@ class Reads:
         """
         if session.has_ended:
             return None
-        held = self.shelf.hold(address, session.id, session.ranks())
+        held = self.arena.hold(address, session.id, session.ranks())
         if held is None and fetched.held is not None and is_handoff(address[1]):
-            held = self.shelf.pin(fetched.held.item, session.id, session.ranks())
+            held = self.arena.pin(fetched.held.item, session.id, session.ranks())
         if held is not None:
             self.counters.hit(held.item)
             self.counters.spare(session.encodes)
@@ -156,7 +156,7 @@ class Reads:
     def touch(self, session: Session, request: Touch) -> None:
         """Count reads through the local index."""
         for key, count in request.reads.items():
-            item = self.shelf.touch((request.namespace, key))
+            item = self.arena.touch((request.namespace, key))
             if item is not None:
                 self.counters.hit(item, count)
                 self.counters.spare(session.encodes * count)
@@ -258,7 +258,7 @@ class Reads:
 
     def _known(self, request: Contains) -> tuple[list[bool], list[int]]:
         """What is known without a call of the store, and the positions of what is not."""
-        present = [self.shelf.holds((request.namespace, key)) for key in request.keys]
+        present = [self.arena.holds((request.namespace, key)) for key in request.keys]
         away = [index for index, here in enumerate(present) if not here]
         known = self.locator.known(request.namespace, [request.keys[index] for index in away])
         for index, held in zip(away, known, strict=True):
@@ -351,4 +351,4 @@ class Reads:
 
     def _release(self, fetched: Fetched) -> None:
         if fetched.held is not None:
-            self.shelf.release([fetched.held.ticket], FETCH_OWNER)
+            self.arena.release([fetched.held.ticket], FETCH_OWNER)

@@ -5,7 +5,7 @@ nodes' device pools, removes nodes that died long ago, flushes counters, and let
 the dirty set (`dirty_set`). All items and namespaces are written again every third of a record's
 life, and at once after Redis lost its data. Failures, bugs included, are logged and retried: if
 this task ended, other nodes would judge this one dead without a reason in the log. `node.py` starts
-it; `shelf` (through `node.py`), `claims` and `announcements` report changes.
+it; `arena` (through `node.py`), `claims` and `announcements` report changes.
 
 `PeriodicTasks` are the tasks of a beat. A store may consist of several servers, and each task has
 its own keys. If a task's server does not answer, the task costs one timeout, is logged, and pauses;
@@ -30,13 +30,12 @@ from typing import Final
 from lookup_buffer.environment import distribution_version
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.node.devices import Pools, Sightings
 from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, Change, DirtySet
-from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.membership import Directory, Heartbeat, Identity
 from lookup_buffer.node.publisher import Publisher, Report
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Breaker, Storage
 from lookup_buffer.times import Clock
 from store import (
@@ -138,7 +137,7 @@ class PeriodicTasks:
 
 @dataclass(slots=True)
 class Invalidations:
-    shelf: Shelf
+    arena: Arena
     clock: Clock
     wall_clock: Clock = time.time
     _listed: dict[str, float] | None = None
@@ -162,18 +161,18 @@ class Invalidations:
                 _log.info(
                     "namespace %s was invalidated: its items on this node are removed", namespace
                 )
-                await self._remove(self.shelf.items_of(namespace))
+                await self._remove(self.arena.items_of(namespace))
                 self._recent[namespace] = now + LATE_SECONDS
         self._listed = found
         for namespace, until in list(self._recent.items()):
-            await self._remove(self.shelf.items_of(namespace, fetched_only=True))
+            await self._remove(self.arena.items_of(namespace, fetched_only=True))
             if now >= until:
                 del self._recent[namespace]
 
     async def _remove(self, items: Sequence[Item]) -> None:
         for start in range(0, len(items), PAGE):
             for item in items[start : start + PAGE]:
-                self.shelf.remove(item, GoneReason.INVALIDATED)
+                self.arena.remove(item, GoneReason.INVALIDATED)
             await asyncio.sleep(0)
 
     def _is_news(self, namespace: str, at: float) -> bool:
@@ -187,7 +186,7 @@ class Registrar:
         self,
         loop: asyncio.AbstractEventLoop,
         storage: Storage,
-        shelf: Shelf,
+        arena: Arena,
         directory: Directory,
         identity: Identity,
         counters: Counters,
@@ -200,7 +199,7 @@ class Registrar:
         for hand-offs."""
         self.loop, clock = loop, loop.time
         self.storage = storage
-        self.shelf = shelf
+        self.arena = arena
         self.directory = directory
         self.identity = identity
         self.counters = counters
@@ -227,11 +226,11 @@ class Registrar:
         self._failovers = 0
         self._dirty = DirtySet(clock)
         self._publisher = Publisher(
-            shelf, directory, identity, counters, pools, self._dirty, record_ttl_seconds, report,
+            arena, directory, identity, counters, pools, self._dirty, record_ttl_seconds, report,
             clock,
         )  # fmt: skip
         self._heartbeat = Heartbeat(identity, clock)
-        self._invalidations = Invalidations(shelf, clock)
+        self._invalidations = Invalidations(arena, clock)
         self._failures = FailureLog(clock)
         self._tasks = PeriodicTasks(self._failures, clock)
         self._beat_tasks = (
@@ -375,7 +374,7 @@ class Registrar:
     # -- a beat
 
     async def _beat(self, store: MetadataStore, began: float) -> None:
-        self.shelf.remove_expired()
+        self.arena.remove_expired()
         was_established = self._heartbeat.established
         if await self._heartbeat.beat(store):
             self._walk_pause_seconds = 0.0  # all is written again, also if this beat fails below
@@ -411,7 +410,7 @@ class Registrar:
         period_seconds = self.record_ttl_seconds / 3
         self._walked_at, self._walk_pause_seconds = self.loop.time(), period_seconds
         self._undescribed |= self._namespaces.keys()
-        addresses = self.shelf.addresses()
+        addresses = self.arena.addresses()
         start = random.randrange(len(addresses) + 1)
         addresses = addresses[start:] + addresses[:start]  # each node of a fleet begins elsewhere
         share = AGAIN_PER_SECOND_FLEET / max(1, self.directory.count_alive())
@@ -428,7 +427,7 @@ class Registrar:
             self._undescribed.discard(fingerprint)
 
     async def _describe_node(self, store: MetadataStore) -> None:
-        gauges = self.shelf.gauges()
+        gauges = self.arena.gauges()
         await store.describe_node(
             NodeInfo(
                 node=self.identity.node,

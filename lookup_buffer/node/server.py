@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lookup_buffer.errors import LookupBufferError, MissReason, NodeRefused, ProtocolError
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection, Fields, Seat, Session
 from lookup_buffer.node.counters import Counters
@@ -26,7 +27,6 @@ from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.prefetch import Prefetches
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.takes import Taken, Takes
 from lookup_buffer.protocol.messages import (
     VERSION,
@@ -94,7 +94,7 @@ class Handler(NamedTuple):
 class Server:
     loop: asyncio.AbstractEventLoop
     identity: Identity
-    shelf: Shelf
+    arena: Arena
     remote_index: RemoteIndex
     reads: Reads
     inserts: Inserts
@@ -276,18 +276,18 @@ class Server:
     ) -> None:
         connection.send({"id": request.id, **answer})
         if not connection.open and "ticket" in answer:  # the client will never release it
-            self.shelf.release([answer["ticket"]], session.id)
+            self.arena.release([answer["ticket"]], session.id)
             if "token" in answer:
                 self.takes.give_back(session, answer["token"])
 
     # -- requests to more than one part, and the form of their answers
 
     def _release(self, session: Session, request: Release) -> None:
-        self.shelf.release(request.tickets, session.id)
+        self.arena.release(request.tickets, session.id)
         self.lanes.release(request.tickets, session)
 
     def _done(self, _: Session, request: Done) -> None:
-        self.shelf.done(request.tickets, request.rank)
+        self.arena.done(request.tickets, request.rank)
         self.lanes.done(request.tickets, request.rank)
 
     def _take_here(self, session: Session, request: Take) -> Fields | None:
@@ -335,7 +335,7 @@ class Server:
     def gauges(self) -> dict[str, int]:
         """The current values, as `/metrics` shows them."""
         return {
-            **asdict(self.shelf.gauges()),
+            **asdict(self.arena.gauges()),
             "unpublished": self.registrar.pending(),
             "store_up": int(self.registrar.store_up),
             "store_breaker_open": int(self.registrar.breaker.open),
@@ -408,13 +408,13 @@ class Server:
         except ProcessLookupError:
             pass  # it has ended
         finally:
-            self.shelf.release_all(session.id)
+            self.arena.release_all(session.id)
             self.lanes.release_all(session)
             if process is not None:
                 os.close(process)
 
     def _holds_pins(self, session: Session) -> bool:
-        return self.shelf.holds_pins(session.id) or self.lanes.holds(session)
+        return self.arena.holds_pins(session.id) or self.lanes.holds(session)
 
     async def _end_of(self, process: int | None) -> None:
         """Return when the process of this pidfd has ended, or after QUARANTINE_SECONDS."""
@@ -430,7 +430,7 @@ class Server:
     def _open(self, session: Session, request: Hello) -> None:
         self._sessions[session.id] = session
         self.counters.add("sessions_opened")
-        memory = self.shelf.memory
+        memory = self.arena.memory
         fields = {
             "id": request.id,
             "session": session.id,
@@ -438,7 +438,7 @@ class Server:
             "boot": self.identity.boot,
             "arena_bytes": memory.nbytes,
         }
-        descriptors = [memory.fd, self.shelf.local_index.fd, self.remote_index.fd]
+        descriptors = [memory.fd, self.arena.local_index.fd, self.remote_index.fd]
         session.anchor.send_with_descriptors(fields, descriptors)
 
     def _join(self, connection: Connection, request: Join) -> None:
@@ -452,7 +452,7 @@ class Server:
     def _stage(self, connection: Connection, session: Session, request: Stage) -> None:
         descriptor = connection.take_descriptor()
         try:
-            staging = adopt_staging(descriptor, self.shelf.memory.nbytes)
+            staging = adopt_staging(descriptor, self.arena.memory.nbytes)
         finally:
             os.close(descriptor)
         self.inserts.unstage(session, connection)

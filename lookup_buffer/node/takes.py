@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from lookup_buffer.errors import MissReason
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.arena import Arena, Pin
 from lookup_buffer.node.connection import Connection, Session
 from lookup_buffer.node.handoffs import Handoffs, Lease
 from lookup_buffer.node.locate import Located, Locator, Waiting
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.owners import UNREACHED, Answer, Owners, again_seconds
-from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
 from lookup_buffer.protocol.messages import Take
 from lookup_buffer.times import CALL_SECONDS, LEASE_ANSWER_SECONDS, NODE_SHARE
@@ -37,7 +37,7 @@ Source = tuple[Location, str]
 class Taken(NamedTuple):
     """The pinned item, the lease's token and its seconds."""
 
-    held: Held
+    held: Pin
     token: int
     lease_seconds: float
 
@@ -66,7 +66,7 @@ class _Take(NamedTuple):
 @dataclass(slots=True)
 class Takes:
     loop: asyncio.AbstractEventLoop
-    shelf: Shelf
+    arena: Arena
     handoffs: Handoffs
     owners: Owners
     locator: Locator
@@ -130,7 +130,7 @@ class Takes:
 
     def _hand_over(self, session: Session, lease: Lease) -> Taken:
         try:
-            held = self.shelf.pin(lease.held.item, session.id)
+            held = self.arena.pin(lease.held.item, session.id)
         except BaseException:
             self.handoffs.give_back(lease.token)
             raise
@@ -179,7 +179,7 @@ class Takes:
             if fetched.held is None:
                 return fetched.reason or MissReason.PEER_FAILED
             try:
-                held = self.shelf.pin(fetched.held.item, take.session.id)
+                held = self.arena.pin(fetched.held.item, take.session.id)
             finally:
                 self._release(fetched)
             taken = Taken(held, answer.token, answer.lease_seconds)
@@ -210,7 +210,7 @@ class Takes:
 
     def _release(self, fetched: Fetched) -> None:
         if fetched.held is not None:
-            self.shelf.release([fetched.held.ticket], FETCH_OWNER)
+            self.arena.release([fetched.held.ticket], FETCH_OWNER)
 
     # -- what was taken and is not settled
 

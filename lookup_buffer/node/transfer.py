@@ -33,11 +33,10 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.arena import Arena, Item, Pin
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.links import TENSORS, Movers, dial
 from lookup_buffer.node.locate import Located
-from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.framing import Frame
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
@@ -79,7 +78,7 @@ Source = tuple[Location, str]
 class Fetched:
     """The result of a fetch: `held`, which the caller releases, or the reason of the failure."""
 
-    held: Held | None
+    held: Pin | None
     reason: MaybeMissed = ""
 
 
@@ -177,7 +176,7 @@ class Batch:
 @dataclass(slots=True)
 class Fetcher:
     loop: asyncio.AbstractEventLoop
-    shelf: Shelf
+    arena: Arena
     counters: Counters
     token: str | None
     _holders: dict[tuple[str, str], Holder] = field(default_factory=lambda: defaultdict(Holder))
@@ -316,13 +315,13 @@ class Fetcher:
         item = self._reserve(one.address, header, location.node, one.loan)
         item.device = one.located.record.device if one.located.record else ""
         try:
-            checksum = await self._payload(link, self.shelf.bytes_of(item))
+            checksum = await self._payload(link, self.arena.bytes_of(item))
             if checksum != header.checksum:
                 raise CorruptTensor(f"{location.node} sent bytes that do not match their checksum")
         except BaseException:
-            self.shelf.abandon(item)
+            self.arena.abandon(item)
             raise
-        held = self.shelf.commit(item, header.checksum, FETCH_OWNER)
+        held = self.arena.commit(item, header.checksum, FETCH_OWNER)
         self.counters.add("bytes_fetched", item.nbytes)
         return Fetched(held)
 
@@ -388,7 +387,7 @@ class Fetcher:
         Redis is only a hint; the holder's header and the bytes' checksum decide.
         """
         fields = answer.get("payload") if isinstance(answer, dict) else None
-        header = PayloadHeader.from_fields(fields, max_nbytes=self.shelf.memory.nbytes)
+        header = PayloadHeader.from_fields(fields, max_nbytes=self.arena.memory.nbytes)
         if nbytes != header.tensor.nbytes:
             raise ProtocolError("the length of the payload differs from its header")
         if (header.namespace, header.key) != address or header.generation != location.generation:
@@ -397,7 +396,7 @@ class Fetcher:
 
     def _reserve(self, address: QualifiedKey, header: PayloadHeader, node: str, loan: bool) -> Item:
         ttl_seconds = None if header.ttl_ms is None else header.ttl_ms / 1000
-        item = self.shelf.reserve(
+        item = self.arena.reserve(
             address, header.tensor, origin=node, ttl_seconds=ttl_seconds, loan=loan
         )
         if item is None:

@@ -9,7 +9,7 @@ own staging area, which the node maps read-only after a check of its seals.
 The module also calls madvise and gives the addresses of buffers. Its madvise runs without the GIL,
 which mmap.madvise holds for the whole call; an advice that the kernel does not know has no effect.
 `pointer_to` exists because ctypes' own `from_buffer` refuses read-only memory. Any thread. What the
-memory contains is up to `allocator` and `node.shelf`.
+memory contains is up to `allocator` and `node.arena`.
 """
 
 import ctypes

@@ -14,8 +14,8 @@ from lookup_buffer.inspection.findings import Code
 from lookup_buffer.inspection.history import history_of
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.registrar import LATE_SECONDS, PAGE, Invalidations
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from memory_store import MemoryStore
 from nodes import StartNode, handoff, key, wait_until
@@ -124,8 +124,8 @@ class Part:
         self.now, self.wall = 100.0, 5000.0
         self.store = MemoryStore()
         self.gone: list[tuple[str, str]] = []
-        self.shelf = Shelf(1 << 20, self._changed)
-        self.invalidations = Invalidations(self.shelf, lambda: self.now, lambda: self.wall)
+        self.arena = Arena(1 << 20, self._changed)
+        self.invalidations = Invalidations(self.arena, lambda: self.now, lambda: self.wall)
 
     def _changed(self, address: tuple[str, str], reason: str) -> None:
         if reason:
@@ -133,9 +133,9 @@ class Part:
 
     def hold(self, key: str, *, origin: str = "local") -> None:
         header = TensorHeader("uint8", (4,), 4)
-        item = self.shelf.reserve(("ns", key), header, origin=origin, ttl_seconds=None)
+        item = self.arena.reserve(("ns", key), header, origin=origin, ttl_seconds=None)
         assert item is not None
-        self.shelf.release([self.shelf.commit(item, 7, 1).ticket], 1)
+        self.arena.release([self.arena.commit(item, 7, 1).ticket], 1)
 
     def heed(self, seconds_later: float = 0.0) -> list[str]:
         """The keys that went."""
@@ -150,7 +150,7 @@ class Part:
 def part() -> Iterator[Part]:
     part = Part()
     yield part
-    part.shelf.close()
+    part.arena.close()
 
 
 def test_nodes_that_read_the_mark_later_drop_their_copies_too(part: Part) -> None:

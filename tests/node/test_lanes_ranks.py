@@ -13,11 +13,11 @@ import pytest
 
 from lookup_buffer.device.lane import DeviceLane
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import Connection, Seat, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes, Pools
 from lookup_buffer.node.locate import Located
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.framing import FrameDecoder
 from store import DeviceLocation, Location
 from store.testing.samples import BOOT, a_record
@@ -44,7 +44,7 @@ class Engine:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         knows: Any = Knows()
-        self.pools = Pools(Shelf(1 << 20, lambda _address, _reason: None), lambda _address: None)
+        self.pools = Pools(Arena(1 << 20, lambda _address, _reason: None), lambda _address: None)
         self.lanes = Lanes(self.loop, BOOT, knows, Counters(), self.pools)
         self.ends: list[socket.socket] = []
         self.workers = [self._session(rank) for rank in range(RANKS)]

@@ -18,14 +18,14 @@ from lookup_buffer.config import parse_tcp
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.peers import PeerServer
-from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.protocol.auth import Purpose, connect
 
 async def main():
     loop = asyncio.get_running_loop()
-    shelf = Shelf(1 << 20, lambda address, reason: None)
+    arena = Arena(1 << 20, lambda address, reason: None)
     server = PeerServer(
-        loop, shelf, Counters(), None, lambda _: None, lambda *_: None, lambda: 1
+        loop, arena, Counters(), None, lambda _: None, lambda *_: None, lambda: 1
     )
     endpoint = server.listen("tcp://127.0.0.1:0")
     server.start(Identity("node", "boot", endpoint))

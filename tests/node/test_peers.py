@@ -12,11 +12,11 @@ import pytest
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import NodeRefused, PipeError
 from lookup_buffer.node import peers
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, dial
 from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.peers import PeerServer
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.auth import Purpose, connect
 from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.header import TensorHeader
@@ -31,15 +31,15 @@ Test = Callable[["Bench"], Awaitable[None]]
 
 
 class Bench:
-    """A peer server and its shelf, on the loop of the test."""
+    """A peer server and its arena, on the loop of the test."""
 
     def __init__(self, node: str = "node-b") -> None:
         self.loop = asyncio.get_running_loop()
-        self.shelf = Shelf(64 * MIB, lambda _address, _reason: None)
+        self.arena = Arena(64 * MIB, lambda _address, _reason: None)
         self.counters = Counters()
         self.admitted: list[Link] = []
         self.server = PeerServer(
-            self.loop, self.shelf, self.counters, TOKEN, lambda _: None,
+            self.loop, self.arena, self.counters, TOKEN, lambda _: None,
             lambda link, _: self.admitted.append(link), lambda: 1,
         )  # fmt: skip
         self.endpoint = self.server.listen("tcp://127.0.0.1:0")
@@ -49,16 +49,16 @@ class Bench:
     def insert(self, key: str, nbytes: int) -> int:
         """Returns its generation."""
         header = TensorHeader.for_tensor("uint8", (nbytes,))
-        item = self.shelf.reserve((NAMESPACE, key), header, origin="local", ttl_seconds=None)
+        item = self.arena.reserve((NAMESPACE, key), header, origin="local", ttl_seconds=None)
         assert item is not None
-        self.shelf.release([self.shelf.commit(item, 0, owner=1).ticket], 1)
+        self.arena.release([self.arena.commit(item, 0, owner=1).ticket], 1)
         return item.generation
 
     async def reader(self) -> FramedSocket:
         return (await dial(self.loop, self.location, self.endpoint, TENSORS, TOKEN)).framed()
 
     def pins(self) -> int:
-        return self.shelf.gauges().pins
+        return self.arena.gauges().pins
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(scaled(20.0)):
@@ -78,7 +78,7 @@ def on_a_loop(test: Test) -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
             await asyncio.gather(*others, return_exceptions=True)
             bench.server._senders.close()
-            bench.shelf.close()
+            bench.arena.close()
 
     asyncio.run(run())
 

@@ -1,4 +1,4 @@
-"""The publisher: the contents of the shelf reach the store in batches, despite any fault."""
+"""The publisher: the contents of the arena reach the store in batches, despite any fault."""
 
 import math
 import random
@@ -9,12 +9,12 @@ import pytest
 
 from awaited import at_once, awaited
 from clusters import ValkeyCluster, slot_of
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Pools
 from lookup_buffer.node.dirty_set import BATCH, TOGETHER_SECONDS, Change, DirtySet
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.publisher import Publisher, Report
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.times import LONG_DEAD_SECONDS
 from memory_store import MemoryStore
@@ -49,7 +49,7 @@ class Clock:
 
 
 class Bench:
-    """A publisher of node `us` with its shelf and directory, on a store."""
+    """A publisher of node `us` with its arena and directory, on a store."""
 
     def __init__(self, store: BlockingStore, namespace: str) -> None:
         self.store, self.namespace = store, namespace
@@ -57,19 +57,19 @@ class Bench:
         self.dirty = DirtySet(self.clock)
         self.counters = Counters()
         self.reports: list[Report] = []
-        self.shelf = Shelf(1 << 20, lambda address, reason: None)
+        self.arena = Arena(1 << 20, lambda address, reason: None)
         self.directory = Directory("us", self.clock)
         identity = Identity("us", "usboot", "tcp://us:1")
         self.publisher = Publisher(
-            self.shelf, self.directory, identity, self.counters,
-            Pools(self.shelf, lambda _: None), self.dirty, 60.0, self.reports.extend, self.clock,
+            self.arena, self.directory, identity, self.counters,
+            Pools(self.arena, lambda _: None), self.dirty, 60.0, self.reports.extend, self.clock,
         )  # fmt: skip
         self.sequence = 0
 
     def insert(self, key: str, header: TensorHeader = HEADER, token: str | None = None) -> None:
-        item = self.shelf.reserve((self.namespace, key), header, origin="local", ttl_seconds=None)
+        item = self.arena.reserve((self.namespace, key), header, origin="local", ttl_seconds=None)
         assert item is not None
-        self.shelf.release([self.shelf.commit(item, 7, 1).ticket], 1)
+        self.arena.release([self.arena.commit(item, 7, 1).ticket], 1)
         self.dirty.add(Change((self.namespace, key), "", token))
 
     def write(self) -> set[str]:
@@ -104,7 +104,7 @@ def bench(valkey_server: EmbeddedServer, namespace: str) -> Iterator[Bench]:
     with open_store(valkey_server.url, call_timeout_seconds=5.0) as store:
         bench = Bench(store, namespace)
         yield bench
-        bench.shelf.close()
+        bench.arena.close()
 
 
 def test_a_thousand_changes_take_a_few_round_trips(
@@ -128,9 +128,9 @@ def test_a_rewrite_of_what_is_gone_meanwhile_keeps_the_reason(bench: Bench) -> N
     address = (bench.namespace, "k")
     bench.insert("k")
     bench.write()
-    item = bench.shelf.published(address)
+    item = bench.arena.published(address)
     assert item is not None
-    bench.shelf.remove(item, "evicted")
+    bench.arena.remove(item, "evicted")
     bench.dirty.add(Change(address, "evicted"))
     bench.write()
     assert bench.store.gone(*address) == "evicted"
@@ -186,7 +186,7 @@ def test_while_a_slot_moves_its_publications_wait_and_the_others_do_not(
         bench.write()
         assert len(bench.dirty) == 0
         assert bench.held_by(names[3]) == {"us"}
-        bench.shelf.close()
+        bench.arena.close()
     valkey_cluster.wait_until_whole()
     valkey_cluster.move_slot(slot, source)
     valkey_cluster.wait_until_whole()
@@ -247,7 +247,7 @@ def test_an_insert_ends_its_claim_even_if_its_publication_fails(bench: Bench, wh
         bench.insert("k")
         bench.write()
     if why == "conflict":
-        bench.shelf.remove(bench.shelf.peek((bench.namespace, "k")), "test")  # type: ignore[arg-type]
+        bench.arena.remove(bench.arena.peek((bench.namespace, "k")), "test")  # type: ignore[arg-type]
         bench.insert("k", TensorHeader("int8", (4,), 4))
     ask(bench.store, bench.namespace, "a")
     if why == "added":
@@ -269,7 +269,7 @@ def test_a_refused_publication_is_counted_and_releases_its_claim(namespace: str)
     assert bench.held_by("second") == set()
     assert ask(bench.store, namespace, "b", key="second").granted
     assert len(bench.dirty) == 0, "the next walk tries again"
-    bench.shelf.close()
+    bench.arena.close()
 
 
 def test_a_foreign_key_does_not_block_the_others(
@@ -292,9 +292,9 @@ def test_failed_writes_are_repeated_when_the_store_is_back(bench: Bench) -> None
     with pytest.raises(StoreUnavailable):
         at_once(bench.publisher.write(awaited(gone), until=0.0))
     assert len(bench.dirty) == 100
-    evicted = bench.shelf.peek((bench.namespace, "k3"))
+    evicted = bench.arena.peek((bench.namespace, "k3"))
     assert evicted is not None
-    bench.shelf.remove(evicted, "evicted")
+    bench.arena.remove(evicted, "evicted")
     bench.write()
     held = [bool(bench.held_by(f"k{n}")) for n in range(100)]
     assert held == [n != 3 for n in range(100)]
@@ -305,12 +305,12 @@ def test_the_record_has_the_last_state_of_the_arena(bench: Bench) -> None:
     held = set()
     for _ in range(500):
         key = f"k{dice.randrange(20)}"
-        item = bench.shelf.peek((bench.namespace, key))
+        item = bench.arena.peek((bench.namespace, key))
         if item is None:
             bench.insert(key)
             held.add(key)
         else:
-            bench.shelf.remove(item, "evicted")
+            bench.arena.remove(item, "evicted")
             bench.dirty.add(Change((bench.namespace, key), "evicted"))
             held.discard(key)
         if dice.random() < 0.2:
@@ -325,8 +325,8 @@ def test_a_hand_off_that_another_node_has_is_reported_until_that_is_void(bench: 
     theirs = Location("them", "theirboot", 3, 9)
     record = Record(*address, "uint8", (4,), 4, "tensor", 1.0)
     bench.store.publish(record, theirs)
-    item = bench.shelf.reserve_handoff(address, header, ttl_seconds=300.0, wanted=False)
-    bench.shelf.release([bench.shelf.commit(item, 7, 1).ticket], 1)
+    item = bench.arena.reserve_handoff(address, header, ttl_seconds=300.0, wanted=False)
+    bench.arena.release([bench.arena.commit(item, 7, 1).ticket], 1)
     bench.dirty.add(Change(address, ""))
     bench.write()
     assert bench.reports == [(address, item.generation, Publication.OWNED)]
@@ -350,8 +350,8 @@ def test_hand_offs_may_change_their_shape_and_are_withdrawn_soon(
     address, name = (bench.namespace, key), f"lb:gone:{bench.namespace}:{{{key}}}"
     for nbytes in (10, 20):  # another tensor than the generation before it
         header = TensorHeader("uint8", (nbytes,), nbytes)
-        item = bench.shelf.reserve_handoff(address, header, ttl_seconds=300.0, wanted=False)
-        bench.shelf.release([bench.shelf.commit(item, 7, 1).ticket], 1)
+        item = bench.arena.reserve_handoff(address, header, ttl_seconds=300.0, wanted=False)
+        bench.arena.release([bench.arena.commit(item, 7, 1).ticket], 1)
         bench.dirty.add(Change(address, ""))
         bench.write()
         (record,) = bench.store.locate(bench.namespace, [key])
@@ -359,7 +359,7 @@ def test_hand_offs_may_change_their_shape_and_are_withdrawn_soon(
         assert record.nbytes == nbytes
         assert [at.generation for at in record.locations] == [item.generation]
         assert command(valkey_server.url, "EXISTS", name) == b":0"
-    bench.shelf.remove(item, "taken")
+    bench.arena.remove(item, "taken")
     bench.dirty.add(Change(address, "taken"))
     bench.write()
     assert bench.held_by(key) == set()

@@ -126,7 +126,7 @@ class _Session:
 
 class VirtualNode:
     """One engine's node: `Claims` and `Arbiter` as they are; this is its locator with the mirror's
-    claims, and its shelf."""
+    claims, and its arena."""
 
     def __init__(self, name: str, store: Store, chance: random.Random) -> None:
         self.name = name
@@ -153,7 +153,7 @@ class VirtualNode:
     def release(self, releasing: Releasing, answer: Callable[[bool], None]) -> None:
         self.to_store.send(self.store.release, self, releasing.key)
 
-    # What they ask of `Shelf`, `Reads` and `Locator`.
+    # What they ask of `Arena`, `Reads` and `Locator`.
 
     def holds(self, address: QualifiedKey) -> bool:
         return False

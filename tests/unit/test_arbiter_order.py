@@ -43,7 +43,7 @@ class Store:
 
 
 class Node:
-    """The locator of a node without a mirror, and its shelf."""
+    """The locator of a node without a mirror, and its arena."""
 
     claims = None
 

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lookup_buffer.errors import ProtocolError
+from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Arrival, Handoffs, Lease
-from lookup_buffer.node.inventory import Item
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.times import REMEMBERED_SECONDS
 from virtual_loop import VirtualLoop
@@ -26,9 +25,9 @@ class Owner:
     def __init__(self) -> None:
         self.loop = VirtualLoop()
         self.gone: list[str] = []
-        self.shelf = Shelf(1 << 20, self.on_change, self.loop.time)
+        self.arena = Arena(1 << 20, self.on_change, self.loop.time)
         parts: Any = self.loop
-        self.handoffs = Handoffs(parts, self.shelf, Counters(), LEASE_SECONDS)
+        self.handoffs = Handoffs(parts, self.arena, Counters(), LEASE_SECONDS)
 
     def on_change(self, address: tuple[str, str], reason: str) -> None:
         if reason:
@@ -41,16 +40,16 @@ class Owner:
         return self.land(item)
 
     def land(self, item: Item) -> int:
-        pin = self.shelf.commit(item, 1, WRITER)
+        pin = self.arena.commit(item, 1, WRITER)
         self.handoffs.arrived(item.address)
-        self.shelf.release([pin.ticket], WRITER)
+        self.arena.release([pin.ticket], WRITER)
         return item.generation
 
     def is_there(self) -> bool:
-        return self.shelf.holds(NAME)
+        return self.arena.holds(NAME)
 
     def at_rest(self) -> bool:
-        gauges = self.shelf.gauges()
+        gauges = self.arena.gauges()
         return (gauges.pins, gauges.pinned_bytes, gauges.reserved_bytes) == (0, 0, 0)
 
 
@@ -113,9 +112,9 @@ def owner() -> Iterator[Owner]:
     assert not owner.handoffs._leases
     assert not owner.handoffs._current
     assert not owner.handoffs._queues
-    owner.shelf.remove_expired()
-    assert owner.shelf.gauges().handoff_bytes == 0
-    owner.shelf.close()
+    owner.arena.remove_expired()
+    assert owner.arena.gauges().handoff_bytes == 0
+    owner.arena.close()
 
 
 def test_an_acknowledgement_wins_and_may_be_repeated(owner: Owner) -> None:
@@ -226,7 +225,7 @@ def test_an_item_that_expires_in_a_lease_is_not_taken_again(owner: Owner) -> Non
         owner.insert(ttl_seconds=2.0)
         first, second = Taker(owner).take(), Taker(owner).take()
         owner.loop.run(3.0)
-        owner.shelf.remove_expired()
+        owner.arena.remove_expired()
         if acknowledged:
             assert owner.handoffs.acknowledge(first.token)
         else:
@@ -241,7 +240,7 @@ def test_an_offer_keeps_the_queue_until_it_is_withdrawn(owner: Owner) -> None:
     owner.land(rest)
     arrival = arrival_of(100_000, 300.0)
     assert owner.handoffs.reserve(arrival, until) is None, "there is no room"
-    offered = owner.shelf.published(NAME)
+    offered = owner.arena.published(NAME)
     assert offered is not None
     assert (offered.checksum, owner.is_there()) == (0, False)
     inserting = owner.loop.create_task(owner.handoffs.admitted(arrival, until))
@@ -258,13 +257,13 @@ def test_an_offer_keeps_the_queue_until_it_is_withdrawn(owner: Owner) -> None:
     owner.handoffs.landed(arrival)
     assert taker.told != []
     assert owner.handoffs.acknowledge(taker.token)
-    assert owner.shelf.published(NAME) is None
+    assert owner.arena.published(NAME) is None
     arrival = arrival_of(100_000, 300.0)
     assert owner.handoffs.reserve(arrival, until) is None
     inserting = owner.loop.create_task(owner.handoffs.admitted(arrival, until))
     taker = Taker(owner).take()
     assert taker.told == []
-    owner.shelf.abandon(inserting.result())  # its client left
+    owner.arena.abandon(inserting.result())  # its client left
     owner.handoffs.landed(arrival)
     assert taker.told == [None]
 
@@ -290,7 +289,7 @@ def test_an_insert_that_is_cancelled_in_the_queue_leaves_its_space(
     rest = owner.handoffs.reserve(arrival_of(500_000, 300.0, (NAME[0], "rest@r")), 9.0)
     assert rest is not None
     owner.land(rest)
-    used_bytes, arrival = owner.shelf.gauges().handoff_bytes, arrival_of(100_000, 300.0)
+    used_bytes, arrival = owner.arena.gauges().handoff_bytes, arrival_of(100_000, 300.0)
     assert owner.handoffs.reserve(arrival, 9.0) is None
     inserting = owner.loop.create_task(owner.handoffs.admitted(arrival, 9.0))
     owner.loop.run(1.0)
@@ -300,7 +299,7 @@ def test_an_insert_that_is_cancelled_in_the_queue_leaves_its_space(
     owner.loop.run(0.0)
     owner.handoffs.landed(arrival)
     assert inserting.cancelled()
-    assert owner.shelf.gauges().handoff_bytes == used_bytes
+    assert owner.arena.gauges().handoff_bytes == used_bytes
 
 
 def test_a_lease_of_a_session_is_settled_by_that_session_alone(owner: Owner) -> None:

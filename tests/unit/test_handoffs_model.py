@@ -10,10 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hypothesis_profiles import examples
 from lookup_buffer.errors import BufferFull
+from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Arrival, Handoffs, Lease
-from lookup_buffer.node.inventory import Item
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from virtual_loop import VirtualLoop
 
@@ -100,8 +99,8 @@ class HandoffMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = VirtualLoop()
         parts: Any = self.loop
-        self.shelf = Shelf(CAPACITY, self.on_change, self.loop.time)
-        self.handoffs = Watched(parts, self.shelf, Counters(), LEASE_SECONDS)
+        self.arena = Arena(CAPACITY, self.on_change, self.loop.time)
+        self.handoffs = Watched(parts, self.arena, Counters(), LEASE_SECONDS)
         self.handoffs.machine = self
         self.asking: str | None = None
         """The taker that is answered at once."""
@@ -144,7 +143,7 @@ class HandoffMachine(RuleBasedStateMachine):
             first.lease = lease
         else:
             assert taker == self.asking, "who does not wait was given it"
-        content = bytes(self.shelf.bytes_of(lease.held.item))
+        content = bytes(self.arena.bytes_of(lease.held.item))
         assert content == bytes([entry.value.number % 256]) * entry.value.nbytes
         self.leases[lease.token] = ModelLease(key, entry.value, taker, lease.until)
         entry.token = lease.token
@@ -286,7 +285,7 @@ class HandoffMachine(RuleBasedStateMachine):
                     entry.offered.remove(one)
                 self.handoffs.arrived(item.address)
             except BufferFull:
-                assert self.shelf.gauges().used_bytes, "an empty arena has room"
+                assert self.arena.gauges().used_bytes, "an empty arena has room"
                 if one in entry.offered:
                     entry.offered.remove(one)
             finally:
@@ -301,14 +300,14 @@ class HandoffMachine(RuleBasedStateMachine):
 
     def land(self, entry: "Entry", item: Item, number: int) -> None:
         """The item is written and entered."""
-        self.shelf.bytes_of(item)[:] = bytes([number % 256]) * item.nbytes
+        self.arena.bytes_of(item)[:] = bytes([number % 256]) * item.nbytes
         expires_at = item.expires_at
         assert expires_at is not None
         entry.value, entry.token = Value(number, item.nbytes, expires_at), None
         self.landing = item.address[1]
-        pin = self.shelf.commit(item, number, WRITER)
+        pin = self.arena.commit(item, number, WRITER)
         self.landing = None
-        self.shelf.release([pin.ticket], WRITER)
+        self.arena.release([pin.ticket], WRITER)
 
     @rule(connection=st.sampled_from(["p", "q"]))
     def a_producer_dies(self, connection: str) -> None:
@@ -322,14 +321,14 @@ class HandoffMachine(RuleBasedStateMachine):
     def look(self, key: str) -> None:
         self.forget_what_is_over()
         value = self.entries[key].value
-        held = self.shelf.hold(self.address(key), READER)
+        held = self.arena.hold(self.address(key), READER)
         assert (held is None) == (value is None)
         if held is not None:
             self.pins.append(held.ticket)
 
     @rule()
     def readers_end(self) -> None:
-        self.shelf.release(self.pins, READER)
+        self.arena.release(self.pins, READER)
         self.pins.clear()
         self.loop.run(0.0)
 
@@ -340,7 +339,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @rule()
     def a_beat(self) -> None:
-        self.shelf.remove_expired()
+        self.arena.remove_expired()
         self.forget_what_is_over()
         self.loop.run(0.0)
 
@@ -353,20 +352,20 @@ class HandoffMachine(RuleBasedStateMachine):
         for taker in TAKERS:
             self.a_session_ends(taker)
         self.time_passes(400.0)
-        self.shelf.remove_expired()
-        gauges = self.shelf.gauges()
+        self.arena.remove_expired()
+        gauges = self.arena.gauges()
         assert (gauges.handoff_bytes, gauges.used_bytes, gauges.pins, gauges.items) == (0, 0, 0, 0)
-        assert self.shelf._wanted_bytes == 0
+        assert self.arena._wanted_bytes == 0
 
     # -- always
 
     @invariant()
     def the_share_is_kept(self) -> None:
-        assert 0 <= self.shelf._handoff_bytes <= CAPACITY / 2
-        assert self.shelf._wanted_bytes >= 0
-        assert self.shelf._pinned_bytes == self.shelf._reserved_bytes == 0
+        assert 0 <= self.arena._handoff_bytes <= CAPACITY / 2
+        assert self.arena._wanted_bytes >= 0
+        assert self.arena._pinned_bytes == self.arena._reserved_bytes == 0
         values = [entry.value for entry in self.entries.values() if entry.value is not None]
-        assert self.shelf.gauges().handoff_bytes >= sum(value.nbytes for value in values)
+        assert self.arena.gauges().handoff_bytes >= sum(value.nbytes for value in values)
 
     @invariant()
     def no_taker_waits_without_an_item(self) -> None:
@@ -376,18 +375,18 @@ class HandoffMachine(RuleBasedStateMachine):
                 leased = any(lease.key == key for lease in self.leases.values())
                 assert leased or entry.offered, f"queued for {key} without an item"
             if entry.offered:
-                assert self.shelf.gauges().used_bytes, "a writer waits before an empty arena"
+                assert self.arena.gauges().used_bytes, "a writer waits before an empty arena"
             if entry.line and self.is_offered(key):
                 # Both wait for the same: only for hand-offs that were admitted before.
-                gap = self.shelf._allocator.largest_free_bytes
+                gap = self.arena._allocator.largest_free_bytes
                 smallest = min(one.arrival.header.nbytes for one in entry.offered)
-                assert entry.token is not None or self.shelf._wanted_bytes or gap < smallest
+                assert entry.token is not None or self.arena._wanted_bytes or gap < smallest
 
     def teardown(self) -> None:
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
         self.loop.run(0.0)
-        self.shelf.close()
+        self.arena.close()
 
 
 TestHandoffs = HandoffMachine.TestCase

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from lookup_buffer.errors import NodeUnavailable
+from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.insert import Inserts
-from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.locate import Waiting
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome
 from lookup_buffer.shm.memory import Mapping, Staging, adopt_staging
@@ -75,11 +74,11 @@ class Node:
         loop = asyncio.get_running_loop()
         nothing: Any = Nothing()
         announced: Any = Announced(chance)
-        self.shelf = Shelf(capacity_bytes, lambda _address, _reason: None)
-        self.handoffs = Handoffs(loop, self.shelf, Counters(), 10.0)
+        self.arena = Arena(capacity_bytes, lambda _address, _reason: None)
+        self.handoffs = Handoffs(loop, self.arena, Counters(), 10.0)
         self.waiting = Waiting(loop, nothing)
         self.inserts = Inserts(
-            loop, self.shelf, Counters(), self.waiting, self.handoffs, nothing, announced,
+            loop, self.arena, Counters(), self.waiting, self.handoffs, nothing, announced,
             self.waiting.arrived,
         )  # fmt: skip
 
@@ -96,7 +95,7 @@ class Node:
         self.inserts.insert(client.connection, client.session, request)
 
     def at_rest(self) -> None:
-        gauges = self.shelf.gauges()
+        gauges = self.arena.gauges()
         assert (gauges.pins, gauges.reserved_bytes) == (0, 0)
         assert not self.inserts._inserting
         assert not self.handoffs._offers
@@ -113,10 +112,10 @@ def test_the_last_of_two_hand_offs_of_one_key_stays() -> None:
             client.staging.view[0], client.staging.view[8 << 20] = 1, 2
             node.insert(client, ["k@r"] * 2, [7 << 20, 600 << 10], [0, 8 << 20], 1.0)
             assert [one["outcome"] for one in await client.results()] == ["stored"] * 2
-            item = node.shelf.peek((NAMESPACE, "k@r"))
+            item = node.arena.peek((NAMESPACE, "k@r"))
             assert item is not None
-            assert node.shelf.bytes_of(item)[0] == 2
-            node.shelf.remove(item, "test")
+            assert node.arena.bytes_of(item)[0] == 2
+            node.arena.remove(item, "test")
             node.inserts.unstage(client.session, client.connection)
             client.staging.close()
         node.at_rest()
@@ -152,7 +151,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
             else:
                 assert len(await client.results()) == len(keys)
             node.inserts.unstage(client.session, client.connection)
-            for address in list(node.shelf.addresses()):
+            for address in list(node.arena.addresses()):
                 if chance.random() < 0.5 and "@" in address[1]:
                     lease = node.handoffs.take(address, "a taker")
                     if lease is not None:
@@ -160,13 +159,13 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
 
     async def test() -> None:
         node = Node(4 << 20, chance)
-        fill = node.shelf.fill
+        fill = node.arena.fill
 
         def fill_mapped(item: Item, source: Mapping | None, offset: int) -> int:
             assert source is None or is_mapped(source)
             return fill(item, source, offset)
 
-        node.shelf.fill = fill_mapped  # type: ignore[method-assign]
+        node.arena.fill = fill_mapped  # type: ignore[method-assign]
         await asyncio.gather(*(act(node, number) for number in range(4)))
         async with asyncio.timeout(30.0):
             while node.inserts._inserting:

@@ -1,6 +1,6 @@
 """Reads alone: single flight, waits, look-ups that are repeated, and cancellation at each wait.
 
-The shelf is real. The locator and the transfer are stand-ins, which answer when the test says so.
+The arena is real. The locator and the transfer are stand-ins, which answer when the test says so.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ import pytest
 from cancelling import cancel_at_each_wait
 from lookup_buffer.errors import BufferFull, MissReason
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.arena import Arena, Pin
 from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located, Waiting
 from lookup_buffer.node.read import Reads
-from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Wanted
 from lookup_buffer.protocol.header import TensorHeader
 from store import Location, Record
@@ -69,8 +69,8 @@ class Locator:
 class Transfers:
     """Lands an item after `turns` turns of the loop, or fails for `reason`."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self.shelf = shelf
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
         self.turns = 3
         self.reason: MissReason | None = None
         self.asked: list[QualifiedKey] = []
@@ -86,57 +86,57 @@ class Transfers:
         elif self.reason is not None:
             one.done(Fetched(None, self.reason))
         else:
-            item = reserve(self.shelf, one.address, loan=one.loan)
-            one.done(Fetched(self.shelf.commit(item, 1, FETCH_OWNER)))
+            item = reserve(self.arena, one.address, loan=one.loan)
+            one.done(Fetched(self.arena.commit(item, 1, FETCH_OWNER)))
 
 
-def reserve(shelf: Shelf, address: QualifiedKey, *, loan: bool = False) -> Any:
+def reserve(arena: Arena, address: QualifiedKey, *, loan: bool = False) -> Any:
     header = TensorHeader("uint8", (NBYTES,), NBYTES)
-    return shelf.reserve(address, header, origin="node", ttl_seconds=None, loan=loan)
+    return arena.reserve(address, header, origin="node", ttl_seconds=None, loan=loan)
 
 
 class Node:
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        parts: Any = (Locator(), Shelf(1 << 20, lambda _address, _reason: None))
-        self.locator, self.shelf = parts
-        transfers: Any = Transfers(self.shelf)
+        parts: Any = (Locator(), Arena(1 << 20, lambda _address, _reason: None))
+        self.locator, self.arena = parts
+        transfers: Any = Transfers(self.arena)
         self.transfers: Transfers = transfers
         self.waiting = Waiting(loop, self.locator)
         self.counters = Counters()
         self.reads = Reads(
-            loop, self.shelf, self.locator, transfers, self.waiting, self.counters, "boot"
+            loop, self.arena, self.locator, transfers, self.waiting, self.counters, "boot"
         )
         anchor: Any = None
         self.session = Session(1, anchor, None)
 
     def bring(
         self, address: QualifiedKey, wait_seconds: float = 0.0
-    ) -> Coroutine[Any, Any, Held | MissReason]:
+    ) -> Coroutine[Any, Any, Pin | MissReason]:
         hold = partial(self.reads.hold, self.session, address)
         return self.reads.bring(address, wait_seconds, hold)
 
     def insert(self, address: QualifiedKey) -> None:
         """As `Inserts`: the item is pinned while its readers are told."""
-        pin = self.shelf.commit(reserve(self.shelf, address), 1, LOCAL)
+        pin = self.arena.commit(reserve(self.arena, address), 1, LOCAL)
         self.reads.arrived(address)
-        self.shelf.release([pin.ticket], LOCAL)
+        self.arena.release([pin.ticket], LOCAL)
 
     async def rest(self) -> None:
         """What no request awaits comes to its end. Then nothing is held."""
         for _ in range(20):
             await asyncio.sleep(0)
-        gauges = self.shelf.gauges()
+        gauges = self.arena.gauges()
         assert (gauges.pins, gauges.reserved_bytes) == (0, 0)
         assert not self.reads._fetches
         assert not self.waiting._waiters
         assert not self.locator.watches
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    def release(self, *held: Held | MissReason) -> None:
+    def release(self, *held: Pin | MissReason) -> None:
         for one in held:
-            assert isinstance(one, Held)
-            self.shelf.release([one.ticket], self.session.id)
+            assert isinstance(one, Pin)
+            self.arena.release([one.ticket], self.session.id)
 
 
 def run(test: Callable[[Node], Coroutine[Any, Any, None]]) -> None:
@@ -153,9 +153,9 @@ def test_all_readers_of_a_shared_key_share_one_transfer() -> None:
         node.locator.found = at
         held = await asyncio.gather(*(node.bring(SHARED) for _ in range(5)))
         assert (node.transfers.asked, node.locator.looks) == ([SHARED], 1)
-        assert len({one.item.offset for one in held if isinstance(one, Held)}) == 1
+        assert len({one.item.offset for one in held if isinstance(one, Pin)}) == 1
         node.release(*held)
-        assert node.shelf.holds(SHARED), "it stays, for later readers"
+        assert node.arena.holds(SHARED), "it stays, for later readers"
 
     run(test)
 
@@ -165,9 +165,9 @@ def test_each_reader_of_a_hand_off_gets_a_copy_of_its_own() -> None:
         node.locator.found = at
         held = await asyncio.gather(*(node.bring(HANDOFF) for _ in range(5)))
         assert node.transfers.asked == [HANDOFF] * 5
-        assert len({one.item.offset for one in held if isinstance(one, Held)}) == 5
+        assert len({one.item.offset for one in held if isinstance(one, Pin)}) == 5
         node.release(*held)
-        assert node.shelf.gauges().used_bytes == 0, "no copy stays"
+        assert node.arena.gauges().used_bytes == 0, "no copy stays"
 
     run(test)
 
@@ -282,13 +282,13 @@ def test_a_read_that_is_cancelled_at_any_wait_leaves_nothing(
 
         async def read() -> None:
             held = await node.bring(address, wait_seconds)
-            if isinstance(held, Held):
+            if isinstance(held, Pin):
                 node.release(held)
 
         async def check() -> None:
             await node.rest()
-            for item in node.shelf.items_of(NAMESPACE):
-                node.shelf.remove(item, "test")
+            for item in node.arena.items_of(NAMESPACE):
+                node.arena.remove(item, "test")
 
         waits = await cancel_at_each_wait(read, check)
         assert waits >= (2 if found is nowhere and wait_seconds else 1)

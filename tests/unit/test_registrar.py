@@ -11,12 +11,12 @@ from awaited import awaited
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.node import registrar as registrar_module
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Pools
 from lookup_buffer.node.dirty_set import RECENT_SECONDS
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.registrar import WALK_PAUSE_SECONDS, Registrar
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.protocol.header import TensorHeader
 from memory_store import MemoryStore
@@ -43,28 +43,28 @@ class Given(Storage):
 
 
 @contextmanager
-def registrar_on(store: BlockingStore) -> Iterator[tuple[Registrar, Shelf]]:
+def registrar_on(store: BlockingStore) -> Iterator[tuple[Registrar, Arena]]:
     loop = VirtualLoop()
-    shelf = Shelf(1 << 20, lambda address, reason: registrar.changed(address, reason))
+    arena = Arena(1 << 20, lambda address, reason: registrar.changed(address, reason))
     identity = Identity("us", "usboot", "tcp://us:1")
     registrar = Registrar(
         loop,
         Given(store),
-        shelf,
+        arena,
         Directory("us", loop.time),
         identity,
         Counters(),
         1800.0,
         {},
-        Pools(shelf, lambda _: None),
+        Pools(arena, lambda _: None),
         lambda _: None,
     )
     registrar.start()
-    yield registrar, shelf
+    yield registrar, arena
     closing = loop.create_task(registrar.close())
     loop.run(10.0)
     closing.result()
-    shelf.close()
+    arena.close()
 
 
 def comes_true(registrar: Registrar, condition: Callable[[], object], seconds: float) -> bool:
@@ -76,11 +76,11 @@ def comes_true(registrar: Registrar, condition: Callable[[], object], seconds: f
     return bool(condition())
 
 
-def insert(shelf: Shelf, key: str) -> None:
+def insert(arena: Arena, key: str) -> None:
     header = TensorHeader("uint8", (4,), 4)
-    item = shelf.reserve((NAMESPACE, key), header, origin="local", ttl_seconds=None)
+    item = arena.reserve((NAMESPACE, key), header, origin="local", ttl_seconds=None)
     assert item is not None
-    shelf.release([shelf.commit(item, 7, 1).ticket], 1)
+    arena.release([arena.commit(item, 7, 1).ticket], 1)
 
 
 def held(store: BlockingStore, *keys: str) -> list[bool]:
@@ -89,13 +89,13 @@ def held(store: BlockingStore, *keys: str) -> list[bool]:
 
 def test_after_a_failover_the_last_minute_is_written_again() -> None:
     store = FailingOver()
-    with registrar_on(store) as (registrar, shelf):
-        insert(shelf, "kept")
-        insert(shelf, "withdrawn")
+    with registrar_on(store) as (registrar, arena):
+        insert(arena, "kept")
+        insert(arena, "withdrawn")
         assert comes_true(registrar, lambda: held(store, "kept", "withdrawn") == [True, True], 3.0)
-        item = shelf.peek((NAMESPACE, "withdrawn"))
+        item = arena.peek((NAMESPACE, "withdrawn"))
         assert item is not None
-        shelf.remove(item, "evicted")
+        arena.remove(item, "evicted")
         assert comes_true(registrar, lambda: held(store, "kept", "withdrawn") == [True, False], 3.0)
         # The replica knows neither of the last two writes.
         store.withdraw(NAMESPACE, "kept", "us", reason="test")
@@ -113,9 +113,9 @@ def test_after_a_failover_the_last_minute_is_written_again() -> None:
 
 def test_after_a_server_was_lost_the_inventory_is_written_again_at_a_bounded_rate() -> None:
     store = FailingOver()
-    with registrar_on(store) as (registrar, shelf):
+    with registrar_on(store) as (registrar, arena):
         loop: Any = registrar.loop
-        insert(shelf, "old")
+        insert(arena, "old")
         assert comes_true(registrar, lambda: held(store, "old") == [True], 3.0)
         loop.run(RECENT_SECONDS + WALK_PAUSE_SECONDS)
         for lost in (True, False):
@@ -159,10 +159,10 @@ class Losing(MemoryStore):
 @pytest.mark.parametrize("how", ["and the answer to the beat", "and the beats are not read"])
 def test_a_loss_of_all_data_is_noticed_also_if_that_beat_fails(how: str) -> None:
     store = Losing()
-    with registrar_on(store) as (registrar, shelf):
+    with registrar_on(store) as (registrar, arena):
         keys = [f"k{n}" for n in range(100)]
         for key in keys:
-            insert(shelf, key)
+            insert(arena, key)
         assert comes_true(registrar, lambda: all(held(store, *keys)), 3.0)
         assert comes_true(registrar, lambda: registrar.pending() == 0, 3.0)
         store.loses = how
@@ -173,8 +173,8 @@ def test_a_loss_of_all_data_is_noticed_also_if_that_beat_fails(how: str) -> None
 def test_a_beat_that_fails_is_no_loss_of_data() -> None:
     store = Losing()
     store.clear_all = lambda: None  # type: ignore[method-assign]
-    with registrar_on(store) as (registrar, shelf):
-        insert(shelf, "k")
+    with registrar_on(store) as (registrar, arena):
+        insert(arena, "k")
         assert comes_true(registrar, lambda: held(store, "k") == [True], 3.0)
         assert comes_true(registrar, lambda: registrar.pending() == 0, 3.0)
         store.loses = "and the answer to the beat"
@@ -185,9 +185,9 @@ def test_a_beat_that_fails_is_no_loss_of_data() -> None:
 
 def test_an_evicted_node_publishes_its_whole_inventory() -> None:
     store = MemoryStore()
-    with registrar_on(store) as (registrar, shelf):
+    with registrar_on(store) as (registrar, arena):
         for n in range(100):
-            insert(shelf, f"k{n}")
+            insert(arena, f"k{n}")
         keys = [f"k{n}" for n in range(100)]
         assert comes_true(registrar, lambda: all(held(store, *keys)), 3.0)
         for key in keys:
@@ -203,9 +203,9 @@ def test_a_loss_of_all_data_during_a_walk_causes_another_walk(
 ) -> None:
     monkeypatch.setattr(registrar_module, "AGAIN_PER_SECOND_MAX", 10.0)
     store, keys = Losing(), [f"k{n}" for n in range(100)]
-    with registrar_on(store) as (registrar, shelf):
+    with registrar_on(store) as (registrar, arena):
         for key in keys:
-            insert(shelf, key)
+            insert(arena, key)
         assert comes_true(registrar, lambda: registrar.pending() == 0, 10.0)
         for _ in range(2):
             store.clear_all()
@@ -238,11 +238,11 @@ def test_a_namespace_that_is_described_anew_meanwhile_is_written_anew() -> None:
 
 def test_a_replaced_node_ends_and_writes_nothing_more() -> None:
     store = MemoryStore()
-    with registrar_on(store) as (registrar, shelf):
+    with registrar_on(store) as (registrar, arena):
         assert comes_true(registrar, lambda: "us" in store.beats(), 3.0)
         store.beat("us", "later", 1, replacing=store.beats()["us"])
         assert comes_true(registrar, lambda: registrar.fault, 3.0)
-        insert(shelf, "k")
+        insert(arena, "k")
     assert isinstance(registrar.fault, ConfigError)
     assert "boot later" in str(registrar.fault)
     assert held(store, "k") == [False]
@@ -264,13 +264,13 @@ class Failing(MemoryStore):
 
 def test_a_bug_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     store = Failing()
-    with registrar_on(store) as (registrar, shelf):
+    with registrar_on(store) as (registrar, arena):
         assert comes_true(registrar, lambda: registrar.store_up, 3.0)
         store.error = ZeroDivisionError("by an odd number")
         assert comes_true(registrar, lambda: store.failed >= 5, 5.0)
         assert not registrar.store_up
         store.error = None
-        insert(shelf, "k")
+        insert(arena, "k")
         assert comes_true(registrar, lambda: held(store, "k") == [True], 3.0)
         assert comes_true(registrar, lambda: registrar.store_up, 3.0)
     (told,) = caplog.records

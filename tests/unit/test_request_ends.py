@@ -76,7 +76,7 @@ class Prefetching(Node):
         try:
             await self.session.run()
         finally:
-            self.shelf.release_all(self.session.id)
+            self.arena.release_all(self.session.id)
 
     async def opened(self) -> "Prefetching":
         while not self.session.is_open:
@@ -127,7 +127,7 @@ def test_a_goodbye_in_any_turn_of_a_prefetch_leaves_no_pin(
         for _ in range(50):
             await asyncio.sleep(0)
         await node.close()
-        pins: int = node.shelf.gauges().pins
+        pins: int = node.arena.gauges().pins
         return pins
 
     assert [asyncio.run(pins_after(turns)) for turns in range(30)] == [0] * 30

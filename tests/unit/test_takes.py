@@ -13,13 +13,13 @@ from cancelling import cancel_at_each_wait
 from lookup_buffer.errors import LookupBufferError, MissReason, PipeBroken
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node import links, owners
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import Connection, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.locate import Located, Waiting
 from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.owners import Askers, Owners
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.takes import Taken, Takes
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Wanted
 from lookup_buffer.protocol.auth import Purpose
@@ -44,19 +44,19 @@ class Node:
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop = loop
-        self.shelf = Shelf(1 << 20, lambda _address, _reason: None, loop.time)
-        self.handoffs = Handoffs(loop, self.shelf, Counters(), LEASE_SECONDS)
+        self.arena = Arena(1 << 20, lambda _address, _reason: None, loop.time)
+        self.handoffs = Handoffs(loop, self.arena, Counters(), LEASE_SECONDS)
 
     def insert(self) -> None:
-        item = self.shelf.reserve_handoff(ADDRESS, HEADER, ttl_seconds=1e6, wanted=False)
-        pin = self.shelf.commit(item, 1, WRITER)
+        item = self.arena.reserve_handoff(ADDRESS, HEADER, ttl_seconds=1e6, wanted=False)
+        pin = self.arena.commit(item, 1, WRITER)
         self.handoffs.arrived(ADDRESS)
-        self.shelf.release([pin.ticket], WRITER)
+        self.arena.release([pin.ticket], WRITER)
 
     def at_rest(self, *, holds: bool) -> None:
-        gauges = self.shelf.gauges()
+        gauges = self.arena.gauges()
         assert (gauges.pins, gauges.reserved_bytes) == (0, 0)
-        assert self.shelf.holds(ADDRESS) == holds
+        assert self.arena.holds(ADDRESS) == holds
         assert not self.handoffs.leased(ADDRESS)
         assert not self.handoffs._queues
 
@@ -139,7 +139,7 @@ class Pair:
         parts: Any = self
         self.waiting = Waiting(self.loop, parts)
         self.takes = Takes(
-            self.loop, self.here.shelf, self.here.handoffs, Owners(self.loop, parts, None), parts,
+            self.loop, self.here.arena, self.here.handoffs, Owners(self.loop, parts, None), parts,
             parts, Identity("taker", "boot", ""), self.waiting, parts,
         )  # fmt: skip
         anchor: Any = None
@@ -151,7 +151,7 @@ class Pair:
 
     async def locate(self, addresses: Sequence[QualifiedKey]) -> list[Located]:
         await asyncio.sleep(ONE_WAY_SECONDS)
-        if not (self.is_remote and self.there.shelf.holds(ADDRESS)):
+        if not (self.is_remote and self.there.arena.holds(ADDRESS)):
             return [Located(None, reason=MissReason.ABSENT)]
         record = Record(*ADDRESS, "uint8", (100,), 100, "tensor", 1.0, locations=(AT,))
         return [Located(record, ((AT, "tcp://127.0.0.1:1"),))]
@@ -170,10 +170,10 @@ class Pair:
             self.loop.call_later(5 * ONE_WAY_SECONDS, self._land, one)
 
     def _land(self, one: Wanted) -> None:
-        shelf = self.here.shelf
-        item = shelf.reserve(ADDRESS, HEADER, origin="owner", ttl_seconds=None, loan=True)
+        arena = self.here.arena
+        item = arena.reserve(ADDRESS, HEADER, origin="owner", ttl_seconds=None, loan=True)
         assert item is not None
-        one.done(Fetched(shelf.commit(item, 1, FETCH_OWNER)))
+        one.done(Fetched(arena.commit(item, 1, FETCH_OWNER)))
         self.landed()
 
     # The test's part.
@@ -197,7 +197,7 @@ class Pair:
 
     def release(self, taken: Taken | MissReason) -> Taken:
         assert isinstance(taken, Taken)
-        self.here.shelf.release([taken.held.ticket], self.session.id)
+        self.here.arena.release([taken.held.ticket], self.session.id)
         return taken
 
     def at_rest(self, *, holds: bool) -> None:

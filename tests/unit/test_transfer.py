@@ -10,9 +10,9 @@ from xxhash import xxh3_64_intdigest
 
 from lookup_buffer.errors import PipeBroken, PipeTimeout
 from lookup_buffer.node import transfer
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located
-from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.transfer import (
     FETCH_OWNER,
     REST_SECONDS_MIN,
@@ -110,8 +110,8 @@ def wanted(key: str, done: Callable[[Fetched], None], holders: int = 1) -> Wante
 class Fetching:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fate: Fate) -> None:
         self.links: list[Link] = []
-        self.shelf = Shelf(1 << 20, lambda _address, _reason: None)
-        self.fetcher = Fetcher(asyncio.get_running_loop(), self.shelf, Counters(), None)
+        self.arena = Arena(1 << 20, lambda _address, _reason: None)
+        self.fetcher = Fetcher(asyncio.get_running_loop(), self.arena, Counters(), None)
         self.settled: dict[str, Fetched] = {}
 
         async def dial(*_: Any) -> Dialled:
@@ -125,8 +125,8 @@ class Fetching:
         assert key not in self.settled
         self.settled[key] = fetched
         if fetched.held is not None:
-            assert bytes(self.shelf.bytes_of(fetched.held.item)) == bytes_of(key)
-            self.shelf.release([fetched.held.ticket], FETCH_OWNER)
+            assert bytes(self.arena.bytes_of(fetched.held.item)) == bytes_of(key)
+            self.arena.release([fetched.held.ticket], FETCH_OWNER)
 
     async def fetch(self, holders: dict[str, int]) -> list[str]:
         """The keys that were not fetched."""
@@ -140,7 +140,7 @@ class Fetching:
         async with asyncio.timeout(60.0):
             while len(self.settled) < len(holders):
                 await asyncio.sleep(0.005)
-        gauges = self.shelf.gauges()
+        gauges = self.arena.gauges()
         assert (gauges.pins, gauges.reserved_bytes) == (0, 0)
         return [key for key, fetched in self.settled.items() if fetched.held is None]
 

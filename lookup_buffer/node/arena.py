@@ -23,7 +23,6 @@ from xxhash import xxh3_64_intdigest
 
 from lookup_buffer.errors import BufferFull, TensorTooLarge
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.inventory import Gauges, Item
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.shm.allocator import Allocator
 from lookup_buffer.shm.index import LocalIndex
@@ -37,7 +36,44 @@ HANDOFF_FRACTION: Final = 1 / 2
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class Item:
+    """One tensor in the arena. `ready` once its bytes are complete and verified.
+
+    An item that is `gone` from the start is a loan: a copy that exists only for its pins.
+    """
+
+    address: QualifiedKey
+    header: TensorHeader
+    offset: int
+    generation: int
+    origin: str
+    """'local' when a client of this node inserted it, else the node it was fetched from."""
+    last_used: float
+    expires_at: float | None
+    ready: bool = False
+    checksum: int = 0
+    pins: int = 0
+    gone: bool = False
+    handoff_bytes: int = 0
+    """Bytes of a hand-off of this node that are charged to the share of hand-offs."""
+    wanted_bytes: int = 0
+    """Its bytes if they are charged like a pin instead, because its taker waits: see
+    `Arena.reserve_handoff`."""
+    device: str = ""
+    """The device on which the inserting client computed it; empty if unknown."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.header.nbytes
+
+    @property
+    def is_handoff(self) -> bool:
+        """Whether it is a hand-off of this node; False for a loan of another node's."""
+        return self.handoff_bytes > 0 or self.wanted_bytes > 0
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
     """It keeps `item` in the arena until its ticket is released."""
 
     ticket: int
@@ -47,7 +83,20 @@ class Held:
     """Ranks that have not reported done yet; None if the owner releases the pin itself."""
 
 
-class Shelf:
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """The state of the arena at one moment, in numbers."""
+
+    items: int
+    used_bytes: int
+    pinned_bytes: int
+    reserved_bytes: int
+    handoff_bytes: int
+    pins: int
+    capacity_bytes: int
+
+
+class Arena:
     """The arena of a node.
 
     `on_change(address, reason)` is called for each item that appeared (reason "") or was removed
@@ -74,7 +123,7 @@ class Shelf:
         self._expiring: set[Item] = set()
         """The complete items that have a time to live."""
         self._offers: dict[QualifiedKey, Item] = {}
-        self._pins: dict[int, Held] = {}
+        self._pins: dict[int, Pin] = {}
         self._generations = itertools.count(1)
         self._tickets = itertools.count(1)
         self._pinned_bytes = self._reserved_bytes = 0
@@ -146,7 +195,7 @@ class Shelf:
 
     def hold(
         self, address: QualifiedKey, owner: int, ranks: Iterable[int] | None = None
-    ) -> Held | None:
+    ) -> Pin | None:
         """Pin the complete item at `address` for `owner`; None if there is none.
 
         Raises:
@@ -155,7 +204,7 @@ class Shelf:
         item = self.touch(address)
         return None if item is None else self.pin(item, owner, ranks)
 
-    def pin(self, item: Item, owner: int, ranks: Iterable[int] | None = None) -> Held:
+    def pin(self, item: Item, owner: int, ranks: Iterable[int] | None = None) -> Pin:
         """Pin a complete item that is found or pinned; also a loan.
 
         Raises:
@@ -165,7 +214,7 @@ class Shelf:
             self._check_held(item.nbytes)
             self._pinned_bytes += item.nbytes
         item.pins += 1
-        pin = Held(next(self._tickets), item, owner, None if ranks is None else set(ranks))
+        pin = Pin(next(self._tickets), item, owner, None if ranks is None else set(ranks))
         self._pins[pin.ticket] = pin
         return pin
 
@@ -194,7 +243,7 @@ class Shelf:
         for pin in [pin for pin in self._pins.values() if pin.owner == owner]:
             self._unpin(pin)
 
-    def _unpin(self, pin: Held) -> None:
+    def _unpin(self, pin: Pin) -> None:
         del self._pins[pin.ticket]
         item = pin.item
         item.pins -= 1
@@ -265,7 +314,7 @@ class Shelf:
             self.remove_expired()
             return self._place_handoff(address, header, ttl_seconds, wanted=wanted)
 
-    def commit(self, item: Item, checksum: int, owner: int) -> Held:
+    def commit(self, item: Item, checksum: int, owner: int) -> Pin:
         """The bytes of a reservation are complete: from now on readers find the item, unless it is
         a loan. Returns a pin for `owner`, which is never refused.
 
