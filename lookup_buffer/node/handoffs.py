@@ -185,7 +185,7 @@ class Handoffs:
         `admitted` waits. Call `landed` once the insert is settled, and its takers are served.
 
         Raises:
-            TensorTooLarge, BufferFull: see `Inventory.reserve_handoff`; BufferFull only after
+            TensorTooLarge, BufferFull: see `Arena.reserve_handoff`; BufferFull only after
                 `until`, by the loop's clock.
         """
         address = arrival.address
