@@ -102,6 +102,14 @@ PEER_IDLE_SECONDS: Final = 300.0
 """A node closes a connection without a request for this long."""
 assert OWNER_IDLE_SECONDS < PEER_IDLE_SECONDS, "the requesting side closes first"
 
+# -- a request that waits for a transfer
+
+TRANSFER_NEWS_SECONDS: Final = 5.0
+"""A client waits for so long after each message of its node that bytes are on their way."""
+TRANSFER_TOLD_SECONDS: Final = 2.0
+"""How often a node sends that message."""
+assert TRANSFER_TOLD_SECONDS + CALL_SECONDS < TRANSFER_NEWS_SECONDS, "a busy node may be late"
+
 # -- retention after the end of a node or a session
 
 QUARANTINE_SECONDS: Final = 120.0

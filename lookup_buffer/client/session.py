@@ -36,7 +36,7 @@ from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Join, Reque
 from lookup_buffer.runtime import node_socket
 from lookup_buffer.shm.index import LocalIndexReader, RemoteIndexReader
 from lookup_buffer.shm.memory import Mapping, Staging
-from lookup_buffer.times import CALL_SECONDS
+from lookup_buffer.times import CALL_SECONDS, TRANSFER_NEWS_SECONDS
 
 READ_BYTES = 256 << 10
 DESCRIPTORS_MAX = 4
@@ -44,10 +44,6 @@ HEADER_MAX_BYTES = 4 << 20
 STAGING_BYTES_MIN = 1 << 20
 FULL_SECONDS = 0.05
 """How long in total a full socket may delay a one-way request; after that the session ends."""
-TRANSFER_SECONDS = 5.0
-TRANSFER_BYTES_PER_SECOND_MIN = 20e6
-"""Time for a transfer, from its announcement by the node: `TRANSFER_SECONDS` plus its bytes over
-this rate."""
 CONNECT_SECONDS = 10.0
 """Bound on finding or starting the node and opening a session with it."""
 CONNECTIONS_MAX = 16
@@ -376,8 +372,7 @@ class NodeConnection:
                 if message.get("id") != request.id:
                     continue
                 if "fetching" in message:
-                    transfer = message["fetching"] / TRANSFER_BYTES_PER_SECOND_MIN
-                    deadline = max(deadline, time.monotonic() + TRANSFER_SECONDS + transfer)
+                    deadline = max(deadline, time.monotonic() + TRANSFER_NEWS_SECONDS)
                     continue
                 if "error" in message:
                     raise error_of(message)

@@ -234,6 +234,9 @@ class Arena:
                 if not pin.ranks:
                     self._unpin(pin)
 
+    def is_pinned(self, item: Item, owner: int) -> bool:
+        return any(pin.item is item and pin.owner == owner for pin in self._pins.values())
+
     def holds_pins(self, owner: int) -> bool:
         """Whether a pin of `owner` is not released."""
         return any(pin.owner == owner for pin in self._pins.values())

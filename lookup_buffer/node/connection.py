@@ -26,6 +26,7 @@ from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.protocol.framing import FrameDecoder, Macs, encode_frame
 from lookup_buffer.protocol.messages import Request
 from lookup_buffer.shm.memory import Mapping
+from lookup_buffer.times import TRANSFER_TOLD_SECONDS
 
 READ_BYTES = 64 << 10
 HEADER_MAX_BYTES = 4 << 20
@@ -117,6 +118,24 @@ class Connection:
             self._gathering = outer
             if self._open and not outer:
                 self._flush()
+
+    @contextmanager
+    def fetching(self, request_id: int, nbytes: int) -> Iterator[None]:
+        """Announce, now and again until the end of the `with` block, that bytes for a request are
+        on their way: its client waits for as long as their transfer makes progress."""
+        timer: asyncio.TimerHandle | None = None
+
+        def tell() -> None:
+            nonlocal timer
+            self.send({"id": request_id, "fetching": nbytes})
+            timer = self._loop.call_later(TRANSFER_TOLD_SECONDS, tell)
+
+        tell()
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def send_with_descriptors(self, message: Any, descriptors: list[int]) -> None:
         """Send the first frame of a session together with descriptors."""

@@ -29,15 +29,16 @@ from lookup_buffer.errors import BufferFull, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.arena import Arena, Item, Pin
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.peers import PEER_OWNER
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.times import REMEMBERED_SECONDS
+from lookup_buffer.times import PEER_PROGRESS_SECONDS, REMEMBERED_SECONDS
 from store import GoneReason
 
 TTL_SECONDS = 300.0
 """How long a hand-off waits for its taker, if its producer gave no time to live."""
 BYTES_PER_SECOND_MIN = 16e6
-"""A lease is extended by the item's size over this rate: that of the slowest transfer that is
-accepted."""
+"""A lease is extended by the item's size over this rate; and by PEER_PROGRESS_SECONDS for as long
+as the item is being sent, over a slow network."""
 HANDOFF_OWNER = -3
 """Owner of the pins on leased items."""
 
@@ -329,6 +330,9 @@ class Handoffs:
         lease = self._leases[token]
         if lease.won:
             del self._leases[token]
+        elif self.arena.is_pinned(lease.held.item, PEER_OWNER):
+            lease.until = self.loop.time() + PEER_PROGRESS_SECONDS
+            lease.end = self.loop.call_at(lease.until, self._over, token)
         else:
             self._give_back(lease)
 

@@ -8,7 +8,7 @@ never kept: each reader gets its own, which is freed with its pin. Called by `se
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
@@ -105,11 +105,14 @@ class Reads:
         """Fetch an item that is absent here; wait for it if the request says so."""
         address = (request.namespace, request.key)
 
-        def fetching(nbytes: int) -> None:
-            connection.send({"id": request.id, "fetching": nbytes})
-
         hold = partial(self.hold, session, address)
-        found = await self.bring(address, request.wait_seconds, hold, fetching)
+        with ExitStack() as announced:
+
+            def fetching(nbytes: int) -> None:
+                announced.close()  # of an earlier holder
+                announced.enter_context(connection.fetching(request.id, nbytes))
+
+            found = await self.bring(address, request.wait_seconds, hold, fetching)
         if isinstance(found, Pin):
             return self.resident(found)
         return self.missed(found, timed_out=request.wait_seconds > 0)

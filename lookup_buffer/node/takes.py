@@ -174,8 +174,8 @@ class Takes:
         exactly = location._replace(generation=answer.generation, checksum=answer.checksum)
         taken: Taken | None = None
         try:
-            take.connection.send({"id": take.number, "fetching": answer.nbytes})
-            fetched = await self._fetched(take.address, Located(None, ((exactly, endpoint),)))
+            with take.connection.fetching(take.number, answer.nbytes):
+                fetched = await self._fetched(take.address, Located(None, ((exactly, endpoint),)))
             if fetched.held is None:
                 return fetched.reason or MissReason.PEER_FAILED
             try:

@@ -139,7 +139,8 @@ class Insert(SessionRequest):
 class Select(SessionRequest):
     """→ ticket, offset, generation, header, source; or state: missing, and the reason.
 
-    During a transfer from another node, an interim reply announces its bytes as `fetching`.
+    During a transfer from another node, interim replies announce its bytes as `fetching`, every
+    TRANSFER_TOLD_SECONDS.
     """
 
     op = "select"

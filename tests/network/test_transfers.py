@@ -4,9 +4,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
+from lookup_buffer import TensorKey
 from network import MakeNetwork, equal
-from nodes import MIB, wait_until
+from nodes import MIB, key, wait_until
 from patience import scaled
 
 pytestmark = pytest.mark.part(name="network")
@@ -16,12 +18,27 @@ def test_a_slow_network_delays_and_fails_nothing(make_network: MakeNetwork) -> N
     network = make_network("a", "b")
     a, b = network.node("a"), network.node("b")
     with a.client() as here, b.client() as there:
-        ((one, tensor),) = network.put(here, 1, 16 * MIB)
+        ((one, tensor),) = network.put(here, 1, 24 * MIB)
         network.wait_for(there, [one])
         network.set_both("a", "b", rate=20, delay=5)
         started = time.monotonic()
         assert equal(there.select(one, timeout=30.0), tensor)
         print(f"{time.monotonic() - started:.2f} s")
+
+
+def test_a_hand_off_over_a_slow_network_takes_longer_than_its_lease(
+    make_network: MakeNetwork,
+) -> None:
+    network = make_network("a", "b")
+    a, b = network.node("a", handoff_lease_seconds=2.0), network.node("b")
+    with a.client() as producer, b.client() as taker:
+        one, tensor = TensorKey(key().mm_hash, "request"), torch.ones(16 * MIB, dtype=torch.uint8)
+        network.set_both("a", "b", rate=20, delay=5)
+        producer.insert(one, tensor)
+        started = time.monotonic()
+        assert equal(taker.drop_select(one, timeout=30.0), tensor)
+        print(f"{time.monotonic() - started:.2f} s")
+        assert not any(producer.has_caches([one]))
 
 
 def test_a_lossy_network(make_network: MakeNetwork) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from lookup_buffer.errors import LookupBufferError
+from lookup_buffer.node import connection
 from lookup_buffer.node.connection import Connection
-from lookup_buffer.protocol.framing import encode_frame
+from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 
 SECONDS = 5.0
 WORDS = [["release", 1], ["goodbye", 2]]
@@ -64,5 +65,30 @@ def test_a_client_that_closes_while_much_waits_for_it_ends_the_connection() -> N
         met.client.close()
         assert await asyncio.wait_for(met.ended, SECONDS) is None
         assert not met.connection.open
+
+    asyncio.run(meet())
+
+
+def test_a_transfer_is_announced_again_and_again_until_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "TRANSFER_TOLD_SECONDS", 0.01)
+
+    async def meet() -> None:
+        met, decoder = Met(answers=0), FrameDecoder()
+        met.client.setblocking(False)
+        told: list[Any] = []
+        with met.connection.fetching(7, 100):
+            async with asyncio.timeout(SECONDS):
+                while len(told) < 3:
+                    told += [frame.header for frame in decoder.feed(met.client.recv(4096))]
+                    await asyncio.sleep(0.02)
+        assert all(message == {"id": 7, "fetching": 100} for message in told)
+        met.client.recv(4096)
+        await asyncio.sleep(0.05)
+        with pytest.raises(BlockingIOError):
+            met.client.recv(4096)
+        met.connection.end(None)
+        met.client.close()
 
     asyncio.run(meet())

@@ -9,8 +9,9 @@ from lookup_buffer.errors import ProtocolError
 from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Arrival, Handoffs, Lease
+from lookup_buffer.node.peers import PEER_OWNER
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.times import REMEMBERED_SECONDS
+from lookup_buffer.times import PEER_PROGRESS_SECONDS, REMEMBERED_SECONDS
 from virtual_loop import VirtualLoop
 
 if TYPE_CHECKING:
@@ -175,6 +176,29 @@ def test_an_acknowledgement_after_the_lease_is_lost(owner: Owner) -> None:
     owner.loop.run(0.2)
     assert second.told != []
     assert not owner.handoffs.acknowledge(frozen.token), "who thaws has lost"
+    assert owner.handoffs.acknowledge(second.token)
+
+
+def test_a_lease_lasts_while_the_item_is_being_sent(owner: Owner) -> None:
+    owner.insert()
+    taker, second = Taker(owner).take(), Taker(owner).take()
+    pin = owner.arena.hold(NAME, PEER_OWNER)
+    assert pin is not None
+    owner.loop.run(3 * LEASE_SECONDS)
+    assert second.told == []
+    owner.arena.release([pin.ticket], PEER_OWNER)
+    assert owner.handoffs.acknowledge(taker.token)
+
+
+def test_a_lease_ends_if_its_item_is_sent_and_not_acknowledged(owner: Owner) -> None:
+    owner.insert()
+    taker, second = Taker(owner).take(), Taker(owner).take()
+    pin = owner.arena.hold(NAME, PEER_OWNER)
+    assert pin is not None
+    owner.loop.run(3 * LEASE_SECONDS)
+    owner.arena.release([pin.ticket], PEER_OWNER)
+    owner.loop.run(PEER_PROGRESS_SECONDS)
+    assert not owner.handoffs.acknowledge(taker.token)
     assert owner.handoffs.acknowledge(second.token)
 
 

@@ -4,7 +4,8 @@ Two nodes' parts for hand-offs as they are, with a connection, a locator and a t
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -144,7 +145,7 @@ class Pair:
         )  # fmt: skip
         anchor: Any = None
         self.session = Session(1, anchor, None)
-        self.fetching: list[dict[str, Any]] = []
+        self.announced: list[tuple[int, int]] = []
         self.landed: Callable[[], object] = lambda: None
 
     # What it asks of `Locator`, `Directory` and `Fetcher`.
@@ -182,9 +183,11 @@ class Pair:
         connection: Any = self
         return await self.takes.take(connection, self.session, Take(1, *ADDRESS, wait_seconds))
 
-    def send(self, message: dict[str, Any]) -> None:
-        """To the client, before a transfer."""
-        self.fetching.append(message)
+    @contextmanager
+    def fetching(self, request_id: int, nbytes: int) -> Iterator[None]:
+        """As `Connection` to the client."""
+        self.announced.append((request_id, nbytes))
+        yield
 
     async def acknowledge(self, taken: Taken) -> bool:
         won = self.takes.acknowledge(self.session, taken.token)
@@ -227,8 +230,7 @@ async def acknowledged(pair: Pair) -> bool:
 def test_a_hand_off_is_taken_once(pair: Pair) -> None:
     pair.owner.insert()
     assert pair.run(acknowledged(pair)) is True
-    announced = [{"id": 1, "fetching": HEADER.nbytes}] if pair.is_remote else []
-    assert pair.fetching == announced
+    assert pair.announced == ([(1, HEADER.nbytes)] if pair.is_remote else [])
     assert pair.run(pair.take(0.0)) is MissReason.ABSENT
     pair.at_rest(holds=False)
 
