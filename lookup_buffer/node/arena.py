@@ -96,6 +96,10 @@ class Gauges:
     capacity_bytes: int
 
 
+PEER_OWNER: Final = -2
+"""Owner of the pins on items that are being sent to other nodes."""
+
+
 class Arena:
     """The arena of a node.
 

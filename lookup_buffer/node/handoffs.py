@@ -27,9 +27,8 @@ from dataclasses import dataclass, field
 
 from lookup_buffer.errors import BufferFull, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
-from lookup_buffer.node.arena import Arena, Item, Pin
+from lookup_buffer.node.arena import PEER_OWNER, Arena, Item, Pin
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.peers import PEER_OWNER
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.times import PEER_PROGRESS_SECONDS, REMEMBERED_SECONDS
 from store import GoneReason

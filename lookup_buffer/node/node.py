@@ -118,9 +118,8 @@ class Node:
         )
         self._askers = Askers(self._loop, handoffs, self._counters)
         self._peers = PeerServer(
-            self._loop, self._arena, self._counters, token, self._missed, self._askers.admit,
-            lambda: self._directory.count_alive(),
-        )  # fmt: skip
+            self._loop, self._arena, self._counters, token, self._missed, self._askers
+        )
         self._held_claims = HeldClaims(self._loop)
         self._identity = self._listen_to_peers()
         self._http = None if config.http_listen is None else HttpProcess(config.http_listen)
@@ -214,7 +213,7 @@ class Node:
         if self._http is not None:
             self._http.start(self._identity.node, socket_path, self._config)
         self._server.listen(socket_path)  # may fail, so before any thread is started
-        self._peers.start(self._identity)
+        self._peers.start(self._identity, self._directory)
         self._locator.start()
         self._registrar.start()
         if self._telemetry is not None:

@@ -296,17 +296,13 @@ class Askers:
     _takes: dict[Connection, dict[int, "asyncio.Task[None]"]] = field(default_factory=dict)
     """The queued takers of each node, by the id of their `Take`."""
 
-    def admit(self, link: Link, on_end: Callable[[], None]) -> Connection:
-        """Serve requests on `link` until it ends; then call `on_end`."""
+    def __len__(self) -> int:
+        """The number of their connections."""
+        return len(self._takes)
 
-        def ended(connection: Connection, error: LookupBufferError | None) -> None:
-            if isinstance(error, ProtocolError):
-                self.counters.add("protocol_errors")
-            self._takes.pop(connection, None)
-            self.handoffs.end(connection)
-            on_end()
-
-        connection = Connection(self.loop, link.stream, self._on_message, ended, link.macs)
+    def admit(self, link: Link) -> Connection:
+        """Serve requests on `link` until it ends."""
+        connection = Connection(self.loop, link.stream, self._on_message, self._ended, link.macs)
         self._takes[connection] = {}
         return connection
 
@@ -333,6 +329,12 @@ class Askers:
                     connection.send({"id": request.take, "state": "absent"})
             case request:
                 raise ProtocolError(f"{request.op} is not a request between nodes")
+
+    def _ended(self, connection: Connection, error: LookupBufferError | None) -> None:
+        if isinstance(error, ProtocolError):
+            self.counters.add("protocol_errors")
+        self._takes.pop(connection, None)
+        self.handoffs.end(connection)
 
     def _take(self, connection: Connection, request: Take) -> None:
         takes = self._takes[connection]

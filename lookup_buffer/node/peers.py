@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arena import Arena, Pin
+from lookup_buffer.node.arena import PEER_OWNER, Arena, Pin
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, Movers, greet
 from lookup_buffer.node.loop import call_from_thread
-from lookup_buffer.node.membership import Identity
+from lookup_buffer.node.membership import Directory, Identity
+from lookup_buffer.node.owners import Askers
 from lookup_buffer.protocol.acceptor import RETRY_SECONDS, listening_socket
 from lookup_buffer.protocol.auth import Purpose
 from lookup_buffer.protocol.fields import is_fingerprint
@@ -51,8 +52,6 @@ QUEUED_MAX: Final = 16
 """Bound on the requests that one connection has sent ahead."""
 TOGETHER_BYTES: Final = 4 << 20
 """Items of up to so many bytes are pinned and sent by one call of a thread."""
-PEER_OWNER: Final = -2
-"""Owner of the pins on items that are being sent."""
 
 
 class Asked(NamedTuple):
@@ -75,15 +74,14 @@ class PeerServer:
     token: str | None
     missed: Callable[[QualifiedKey], None]
     """Called with an address whose requested generation this node does not have."""
-    admit: Callable[[Link, Callable[[], None]], object]
-    """Called with a connection for hand-offs, and a callback for its end."""
-    count_nodes: Callable[[], int]
+    askers: Askers
+    """They get the connections for hand-offs."""
+    directory: Directory | None = None
     identity: Identity = field(default_factory=lambda: Identity("", "", ""))
     _listener: socket.socket | None = None
     _greetings: "dict[asyncio.Task[None], str]" = field(default_factory=dict)
     """The handshakes in progress, the oldest first, and the hosts that they are with."""
     _readers: "set[Reader]" = field(default_factory=set)
-    _askers: int = 0
     _senders: Movers = field(default_factory=lambda: Movers(SENDERS_MAX, "lb-send"))
 
     def listen(self, address: str) -> str:
@@ -96,8 +94,8 @@ class PeerServer:
         self._listener.setblocking(False)
         return f"tcp://{shown}"
 
-    def start(self, identity: Identity) -> None:
-        self.identity = identity
+    def start(self, identity: Identity, directory: Directory) -> None:
+        self.identity, self.directory = identity, directory
         self._accept_more()
 
     def tick(self) -> None:
@@ -173,8 +171,7 @@ class PeerServer:
         if not self._make_place():
             link.stream.close()
         elif link.purpose.role == HANDOFFS:
-            self._askers += 1
-            self.admit(link, self._asker_ended)
+            self.askers.admit(link)
         else:
             self._read(link)
 
@@ -186,16 +183,13 @@ class PeerServer:
 
     def _make_place(self) -> bool:
         """Whether there is a place for one more connection, if need be that of an idle one."""
-        most = max(LINKS_MIN, LINKS_PER_NODE * self.count_nodes())
-        if len(self._readers) + self._askers < most:
+        nodes = self.directory.count_alive() if self.directory else 1
+        if len(self._readers) + len(self.askers) < max(LINKS_MIN, LINKS_PER_NODE * nodes):
             return True
         idle = [reader for reader in self._readers if not reader.is_busy]
         if idle:
             min(idle, key=lambda reader: reader.used_at).end()
         return bool(idle)
-
-    def _asker_ended(self) -> None:
-        self._askers -= 1
 
     # -- what a reader gets
 

@@ -16,7 +16,9 @@ NO_DESCRIPTOR_LEFT = """
 import asyncio, resource, socket, time
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.membership import Identity
+from lookup_buffer.node.membership import Directory, Identity
+from lookup_buffer.node.handoffs import Handoffs
+from lookup_buffer.node.owners import Askers
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.protocol.auth import Purpose, connect
@@ -24,11 +26,10 @@ from lookup_buffer.protocol.auth import Purpose, connect
 async def main():
     loop = asyncio.get_running_loop()
     arena = Arena(1 << 20, lambda address, reason: None)
-    server = PeerServer(
-        loop, arena, Counters(), None, lambda _: None, lambda *_: None, lambda: 1
-    )
+    askers = Askers(loop, Handoffs(loop, arena, Counters(), 1.0), Counters())
+    server = PeerServer(loop, arena, Counters(), None, lambda _: None, askers)
     endpoint = server.listen("tcp://127.0.0.1:0")
-    server.start(Identity("node", "boot", endpoint))
+    server.start(Identity("node", "boot", endpoint), Directory("node"))
     address = parse_tcp(endpoint)
     first = socket.socket()  # for who connects; none is left for who accepts
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

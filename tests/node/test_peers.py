@@ -14,8 +14,10 @@ from lookup_buffer.errors import NodeRefused, PipeError
 from lookup_buffer.node import peers
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, dial
-from lookup_buffer.node.membership import Identity
+from lookup_buffer.node.handoffs import Handoffs
+from lookup_buffer.node.links import HANDOFFS, TENSORS, dial
+from lookup_buffer.node.membership import Directory, Identity
+from lookup_buffer.node.owners import Askers
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.protocol.auth import Purpose, connect
 from lookup_buffer.protocol.framing import encode_frame
@@ -37,14 +39,14 @@ class Bench:
         self.loop = asyncio.get_running_loop()
         self.arena = Arena(64 * MIB, lambda _address, _reason: None)
         self.counters = Counters()
-        self.admitted: list[Link] = []
+        handoffs = Handoffs(self.loop, self.arena, self.counters, lease_seconds=30.0)
+        self.askers = Askers(self.loop, handoffs, self.counters)
         self.server = PeerServer(
-            self.loop, self.arena, self.counters, TOKEN, lambda _: None,
-            lambda link, _: self.admitted.append(link), lambda: 1,
-        )  # fmt: skip
+            self.loop, self.arena, self.counters, TOKEN, lambda _: None, self.askers
+        )
         self.endpoint = self.server.listen("tcp://127.0.0.1:0")
         self.location = Location(node, "boot", 1, 1)
-        self.server.start(Identity(node, "boot", self.endpoint))
+        self.server.start(Identity(node, "boot", self.endpoint), Directory(node))
 
     def insert(self, key: str, nbytes: int) -> int:
         """Returns its generation."""
@@ -73,8 +75,7 @@ def on_a_loop(test: Test) -> None:
             await test(bench)
         finally:
             bench.server.close()
-            for link in bench.admitted:
-                link.stream.close()
+            bench.askers.close()
             others = asyncio.all_tasks() - {asyncio.current_task()}
             await asyncio.gather(*others, return_exceptions=True)
             bench.server._senders.close()
@@ -269,7 +270,7 @@ def test_a_handshake_that_is_passed_on_is_refused() -> None:
                 with pytest.raises(NodeRefused, match="node node-b listens here"):
                     await dial(bench.loop, bench.location, forged_location, role, TOKEN)
         assert not bench.server._readers
-        assert not bench.admitted
+        assert not bench.askers
 
     on_a_loop(test)
 

@@ -116,7 +116,7 @@ class Link:
         self.near.other, far.other = far, self.near
         ours: Any = self.near
         theirs: Any = far
-        self.askers.admit(links.Link(theirs, PURPOSE, None), lambda: None)
+        self.askers.admit(links.Link(theirs, PURPOSE, None))
         return links.Link(ours, PURPOSE, None)
 
     def cut(self) -> None:
