@@ -10,6 +10,7 @@ configuration is wrong, or another node already serves this directory.
 import json
 import logging
 import os
+import resource
 import sys
 from typing import Any
 
@@ -24,10 +25,14 @@ _log = logging.getLogger(__name__)
 LOCK_SECONDS = 5.0
 """How long to wait for the lock on the directory: a node that is shutting down releases it
 within this time."""
+DESCRIPTORS = 65_536
+"""A connection of another node takes two, and the usual limit of 1,024 is for programs that use
+`select`."""
 
 
 def serve(config: BufferConfig, *, ends_when_idle: bool) -> int:
     """Run the node of the configured directory until it is stopped. Returns the exit code."""
+    _allow_descriptors()
     directory = config.runtime_directory()
     if not IS_ORDERED:
         _log.warning("lookup buffer: %s", WITHOUT_ORDER)
@@ -39,6 +44,14 @@ def serve(config: BufferConfig, *, ends_when_idle: bool) -> int:
         sys.stderr.write(f"lookup-buffer: {error}\n")
         return 2
     return 0
+
+
+def _allow_descriptors() -> None:
+    """As many as this process may allow itself, up to DESCRIPTORS."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= allowed < DESCRIPTORS:  # RLIM_INFINITY is -1
+        wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(DESCRIPTORS, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _settings(text: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ HALF_OPEN_MAX: Final = 256
 HALF_OPEN_PER_HOST_MAX: Final = 128
 """Bounds on connections whose handshake is not done; beyond them the oldest is dropped."""
 ACCEPTED_AT_ONCE: Final = 32
-LINKS_MIN: Final = 256
+LINKS_MIN: Final = 1024
 LINKS_PER_NODE: Final = 8
 """Bound on connections after their handshake: LINKS_MIN, or so many for each live node."""
 SENDERS_MAX: Final = 128
