@@ -66,8 +66,9 @@ FETCH_OWNER = -1
 """Owner of the pin on a fetched item, until its readers have pinned it."""
 REST_SECONDS_MIN, REST_SECONDS_MAX = 0.5, 2.0
 """A silent holder is asked for nothing for this long, doubled with each further silence."""
-SILENCES_MAX = 2
-"""After so many in a row. A holder that refuses, or ends connections, costs no time."""
+SILENCES_MAX = LINKS_MAX
+"""After so many in a row: as many as it is asked for at a time. A holder that refuses, or ends
+connections, costs no time."""
 _log = logging.getLogger(__name__)
 
 Source = tuple[Location, str]
