@@ -68,6 +68,9 @@ class Announcements:
     _inserts: dict[QualifiedKey, list[_Insert]] = field(default_factory=dict)
     _contests: dict[QualifiedKey, "asyncio.Task[None]"] = field(default_factory=dict)
     """Keys whose record names another node instead of this one."""
+    _owned: dict[QualifiedKey, "asyncio.Future[None]"] = field(default_factory=dict)
+    """Contests that sent their location to the store again: set if its record still names
+    another node."""
 
     async def confirm(self, item: Item, until: float) -> InsertOutcome:
         """Confirm the ownership of `item`, which was just committed.
@@ -114,6 +117,9 @@ class Announcements:
         for address, generation, outcome in reports:
             contest = self._contests.get(address)
             if outcome is Publication.OWNED:  # another node published first
+                owned = self._owned.pop(address, None)
+                if owned is not None and not owned.done():  # done: the contest is being cancelled
+                    owned.set_result(None)
                 if contest is None:
                     self._contests[address] = self.loop.create_task(self._contend(address))
                 continue
@@ -126,8 +132,8 @@ class Announcements:
     # -- another node's location is present
 
     async def _contend(self, address: QualifiedKey) -> None:
-        """Drop the item if another node has it; or else publish it in place of the others, whose
-        report ends this contest or begins the next."""
+        """Drop the item if another node has it; or else publish it in place of the others, until
+        the store names this node (then the task is cancelled)."""
         try:
             while self.arena.peek(address) is not None:
                 others = await self._others(address)
@@ -143,9 +149,12 @@ class Announcements:
                 if UNREACHED in fates or not others:  # not others: the store may not answer
                     await asyncio.sleep(AGAIN_SECONDS)
                 if UNREACHED not in fates:
+                    owned = self._owned[address] = self.loop.create_future()
                     self.registrar.changed(address, "", void=tuple(others))
-                    return
+                    while not owned.done() and self.arena.peek(address) is not None:
+                        await asyncio.wait([owned], timeout=LOOK_SECONDS)
         finally:
+            self._owned.pop(address, None)
             if self._contests.get(address) is asyncio.current_task():
                 del self._contests[address]
 

@@ -400,6 +400,8 @@ class Claims:
         except asyncio.CancelledError:
             if self.held.find(session, address) is None:  # nobody else would release it
                 self.arbiter.release([Releasing(*address, token)])
+            else:  # the store may still grant it, beyond the end of that entry
+                self.held.keep(session, claiming, 0.0)
             raise
         if answer is None:  # the store may still grant it: it is released like any other
             granted = ClaimOutcome.GRANTED

@@ -36,8 +36,8 @@ from store import GoneReason
 TTL_SECONDS = 300.0
 """How long a hand-off waits for its taker, if its producer gave no time to live."""
 BYTES_PER_SECOND_MIN = 16e6
-"""A lease is extended by the item's size over this rate; and by PEER_PROGRESS_SECONDS for as long
-as the item is being sent, over a slow network."""
+"""A lease is extended by the item's size over this rate. If the item is still being sent then, over
+a slow network, the lease lasts until the end of that, and as long again."""
 HANDOFF_OWNER = -3
 """Owner of the pins on leased items."""
 
@@ -55,6 +55,8 @@ class Lease:
     until: float
     end: asyncio.TimerHandle
     won: bool = False
+    is_sent: bool = False
+    """Whether it was being sent to another node when it last ran out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -329,8 +331,11 @@ class Handoffs:
         lease = self._leases[token]
         if lease.won:
             del self._leases[token]
-        elif self.arena.is_pinned(lease.held.item, PEER_OWNER):
-            lease.until = self.loop.time() + PEER_PROGRESS_SECONDS
+            return
+        was_sent, lease.is_sent = lease.is_sent, self.arena.is_pinned(lease.held.item, PEER_OWNER)
+        if lease.is_sent or was_sent:  # after its last byte the taker has one more lease
+            seconds = PEER_PROGRESS_SECONDS if lease.is_sent else lease.seconds
+            lease.until = self.loop.time() + seconds
             lease.end = self.loop.call_at(lease.until, self._over, token)
         else:
             self._give_back(lease)

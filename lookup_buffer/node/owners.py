@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -122,14 +123,17 @@ class Owner:
     _failures: int = 0
     """Connections that failed or ended since the last reply."""
     _not_before: float = 0.0
+    _transfers: int = 0
+    """Of items that are leased on it."""
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _asked: dict[int, tuple[Request, "asyncio.Future[Answer]"]] = field(default_factory=dict)
     """Requests without a reply; without a connection they are sent once there is one."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no requests, and has had none for OWNER_IDLE_SECONDS."""
-        return not self._asked and self.loop.time() > self._used_until + OWNER_IDLE_SECONDS
+        """Whether it has no requests or leases, and has had none for OWNER_IDLE_SECONDS."""
+        is_used = self._asked or self._transfers
+        return not is_used and self.loop.time() > self._used_until + OWNER_IDLE_SECONDS
 
     async def take(self, address: QualifiedKey, until: float) -> Answer:
         """Take the item at `address`, or queue for it until `until`, by the loop's clock.
@@ -158,6 +162,17 @@ class Owner:
         finally:
             if leave is not None:
                 leave.cancel()
+
+    @contextmanager
+    def transferring(self, lease_seconds: float) -> Iterator[None]:
+        """Keep the connection during a transfer, however long it takes, and for the lease that
+        its taker has then: with the connection the lease would end."""
+        self._transfers += 1
+        try:
+            yield
+        finally:
+            self._transfers -= 1
+            self._use(lease_seconds)
 
     def acknowledge(self, token: int) -> "asyncio.Future[Answer]":
         return self._ask(Acknowledge(next(self._numbers), token))

@@ -174,7 +174,10 @@ class Takes:
         exactly = location._replace(generation=answer.generation, checksum=answer.checksum)
         taken: Taken | None = None
         try:
-            with take.connection.fetching(take.number, answer.nbytes):
+            with (
+                take.connection.fetching(take.number, answer.nbytes),
+                self.owners.at(*source).transferring(answer.lease_seconds),
+            ):
                 fetched = await self._fetched(take.address, Located(None, ((exactly, endpoint),)))
             if fetched.held is None:
                 return fetched.reason or MissReason.PEER_FAILED

@@ -196,7 +196,9 @@ def test_a_lease_ends_if_its_item_is_sent_and_not_acknowledged(owner: Owner) -> 
     assert pin is not None
     owner.loop.run(3 * LEASE_SECONDS)
     owner.arena.release([pin.ticket], PEER_OWNER)
-    owner.loop.run(PEER_PROGRESS_SECONDS)
+    owner.loop.run(LEASE_SECONDS - 0.1)
+    assert second.told == []
+    owner.loop.run(PEER_PROGRESS_SECONDS + 1.0)
     assert not owner.handoffs.acknowledge(taker.token)
     assert owner.handoffs.acknowledge(second.token)
 

@@ -14,7 +14,7 @@ from cancelling import cancel_at_each_wait
 from lookup_buffer.errors import LookupBufferError, MissReason, PipeBroken
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node import links, owners
-from lookup_buffer.node.arena import Arena
+from lookup_buffer.node.arena import PEER_OWNER, Arena, Pin
 from lookup_buffer.node.connection import Connection, Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
@@ -26,6 +26,7 @@ from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Wanted
 from lookup_buffer.protocol.auth import Purpose
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Take
+from lookup_buffer.times import OWNER_IDLE_SECONDS
 from store import Location, Record
 from virtual_loop import VirtualLoop
 
@@ -146,6 +147,7 @@ class Pair:
         anchor: Any = None
         self.session = Session(1, anchor, None)
         self.announced: list[tuple[int, int]] = []
+        self.transfer_seconds = 5 * ONE_WAY_SECONDS
         self.landed: Callable[[], object] = lambda: None
 
     # What it asks of `Locator`, `Directory` and `Fetcher`.
@@ -166,11 +168,17 @@ class Pair:
     def is_dead(self, location: Location) -> bool:
         return False
 
+    def is_replaced(self, location: Location) -> bool:
+        return False
+
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         for one in wanted:
-            self.loop.call_later(5 * ONE_WAY_SECONDS, self._land, one)
+            pin = self.there.arena.hold(ADDRESS, PEER_OWNER)  # as it is sent
+            self.loop.call_later(self.transfer_seconds, self._land, one, pin)
 
-    def _land(self, one: Wanted) -> None:
+    def _land(self, one: Wanted, pin: Pin | None) -> None:
+        if pin is not None:
+            self.there.arena.release([pin.ticket], PEER_OWNER)
         arena = self.here.arena
         item = arena.reserve(ADDRESS, HEADER, origin="owner", ttl_seconds=None, loan=True)
         assert item is not None
@@ -396,3 +404,27 @@ def test_many_queued_takers_that_leave_in_one_turn_are_skipped() -> None:
     loop.call_soon(leave)
     loop.run(1.0)
     node.at_rest(holds=True)
+
+
+def test_a_transfer_may_take_longer_than_lease_and_idle_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Pair(monkeypatch, is_remote=True)
+    pair.transfer_seconds = LEASE_SECONDS + OWNER_IDLE_SECONDS + 100.0
+    pair.owner.insert()
+
+    async def take() -> bool:
+        taken = pair.release(await pair.take())
+        await asyncio.sleep(LEASE_SECONDS - 1.0)  # the client copies it
+        assert pair.link.near.connection.open, "with its end the owner has the item back"
+        return await pair.acknowledge(taken)
+
+    async def tick() -> None:
+        while True:
+            pair.takes.owners.tick()
+            await asyncio.sleep(1.0)
+
+    ticking = pair.loop.create_task(tick())
+    assert pair.run(take())
+    ticking.cancel()
+    pair.loop.run(1.0)
