@@ -133,3 +133,25 @@ def test_a_store_that_does_not_answer_grants_every_claim() -> None:
     counted = pair.here.claims.counters.totals()
     assert {name: n for name, n in counted.items() if n} == {f"claims_{UNASKED}": 1}
     pair.at_rest()
+
+
+def test_a_claim_that_is_cancelled_beside_an_intent_ends_with_its_session() -> None:
+    pair = Pair()
+    session: Any = pair.here.session
+    encode = Claim(2, NAMESPACE, "k", LONG_SECONDS, "encoding", 0.0)
+
+    async def check() -> None:
+        await pair.here.claims.claim(session, session, claim("k", "intent", 0.0))
+        request = asyncio.ensure_future(pair.here.claims.claim(session, session, encode))
+        await asyncio.sleep(0)
+        request.cancel()  # the store grants it nevertheless
+        await asyncio.sleep(10.0)
+        assert pair.store.holder("k") is pair.here
+        pair.here.end()
+        await asyncio.sleep(1.0)
+        assert pair.store.holder("k") is None
+
+    checking = pair.loop.create_task(check())
+    pair.loop.run(20.0)
+    checking.result()
+    pair.at_rest()
