@@ -119,6 +119,8 @@ class Holder:
     users: int = 0
     """Batches that it is asked for, or that wait for a place."""
     rests_until: float = 0.0
+    silent_at: float = -math.inf
+    """When it was last silent."""
     _silences: int = 0
     """In a row."""
 
@@ -128,6 +130,7 @@ class Holder:
     def was_silent(self, now: float) -> None:
         """It was not reached in time, or stopped to deliver."""
         self._silences += 1
+        self.silent_at = now
         if self._silences >= SILENCES_MAX:
             doubled = REST_SECONDS_MIN * 2.0 ** min(self._silences - SILENCES_MAX, 10)
             self.rests_until = now + min(doubled, REST_SECONDS_MAX) * random.uniform(0.5, 1.0)
@@ -203,7 +206,7 @@ class Fetcher:
         since = self.loop.time() - LINK_IDLE_SECONDS
         for name, holder in list(self._holders.items()):
             holder.close_links(since)
-            if not holder.links and not holder.users:
+            if not (holder.links or holder.users) and holder.silent_at < since:
                 del self._holders[name]
 
     def close(self) -> None:

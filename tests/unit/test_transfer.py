@@ -198,6 +198,7 @@ def test_a_silent_holder_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPat
         for asked in range(1, SILENCES_MAX + 1):
             assert await fetching.fetch({"silent": 1}) == ["silent"]
             assert len(fetching.links) == asked
+            fetching.fetcher.tick()
         assert await fetching.fetch({"k": 1}) == ["k"]
         assert len(fetching.links) == SILENCES_MAX, "it was not asked"
         assert await fetching.fetch({"k": 2}) == [], "the other holder delivers"
