@@ -90,10 +90,8 @@ assert LONG_DEAD_SECONDS > DEATH_NOTICED_SECONDS, (
 # -- one node to another
 
 PEER_CONNECT_SECONDS: Final = 1.0
-PEER_SEND_SECONDS: Final = 2.0
-"""Bound on the send of a request or of a reply without payload."""
-PEER_ANSWER_SECONDS: Final = PEER_SEND_SECONDS
-"""Bound on the wait for another node's answer."""
+PEER_ANSWER_SECONDS: Final = 2.0
+"""Bound on the send of a request to another node, and on the wait for its answer."""
 PEER_PROGRESS_SECONDS: Final = 5.0
 """A transfer that makes no progress for this long is given up, at whatever rate it went before."""
 OWNER_IDLE_SECONDS: Final = 60.0

@@ -46,6 +46,7 @@ from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.fields import Fallback, MaybeFallback
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import SeenPool
+from lookup_buffer.times import Clock
 
 PAIRS_MAX: Final = 16
 WARM_MAX: Final = 8
@@ -114,7 +115,7 @@ class Pairs:
         limits: PipeLimits,
         stats: LaneStats,
         pairs_max: int = PAIRS_MAX,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._memory = memory
         self._version = version

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
-from lookup_buffer.times import SILENT_SECONDS
+from lookup_buffer.times import SILENT_SECONDS, Clock
 from store import Beat, BrowsableStore, MetadataStore
 
 POLL_SECONDS = 0.1
@@ -28,7 +28,7 @@ class HeartbeatMonitor:
         store: MetadataStore,
         first: dict[str, Beat],
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._store = store

@@ -27,12 +27,15 @@ from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.shm.allocator import Allocator
 from lookup_buffer.shm.index import LocalIndex
 from lookup_buffer.shm.memory import Mapping, SealedMemory, copy_bytes
+from lookup_buffer.times import Clock
 from store import GoneReason
 
 HELD_FRACTION: Final = 1 / 3
 """Share of the arena for pins and reservations together. One item alone may exceed it."""
 HANDOFF_FRACTION: Final = 1 / 2
 """Share of the arena for all hand-offs together: they are never evicted."""
+PEER_OWNER: Final = -2
+"""Owner of the pins on items that are being sent to other nodes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,10 +99,6 @@ class Gauges:
     capacity_bytes: int
 
 
-PEER_OWNER: Final = -2
-"""Owner of the pins on items that are being sent to other nodes."""
-
-
 class Arena:
     """The arena of a node.
 
@@ -111,7 +110,7 @@ class Arena:
         self,
         capacity_bytes: int,
         on_change: Callable[[QualifiedKey, str], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.memory = SealedMemory("lookup-buffer-arena", capacity_bytes)
         self.local_index = LocalIndex(capacity_bytes)
@@ -239,6 +238,7 @@ class Arena:
                     self._unpin(pin)
 
     def is_pinned(self, item: Item, owner: int) -> bool:
+        """Whether a pin of `owner` on this item is not released."""
         return any(pin.item is item and pin.owner == owner for pin in self._pins.values())
 
     def holds_pins(self, owner: int) -> bool:

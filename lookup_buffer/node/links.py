@@ -2,7 +2,7 @@
 
 `dial` connects to another node, `greet` is the accepting side. Both return a socket with the MACs
 of its later frames. Called by `transfer` and `peers` (tensors), and by `owners` (hand-offs).
-`Movers` are the threads that move bytes over connections.
+`ThreadPool` has the threads that move bytes over them.
 """
 
 import asyncio
@@ -43,35 +43,35 @@ TENSORS: Final = "tensors"
 HANDOFFS: Final = "handoffs"
 HANDSHAKE_SECONDS: Final = 2.0
 """Bound on an accepted handshake."""
-MOVERS_IDLE_SECONDS: Final = 60.0
+THREADS_IDLE_SECONDS: Final = 60.0
 """Threads without work for so long end: a burst or a fault may have needed many."""
 _READ_BYTES: Final = 4096
 
 
-class Movers:
+class ThreadPool:
     """At most `most` threads that send or receive, for a caller on the loop's thread."""
 
     def __init__(self, most: int, name: str) -> None:
         self._most, self._name = most, name
-        self._threads = self._no_threads()
+        self._executor = self._without_threads()
         self._used_at = math.inf
         """When they were last given work; infinite while there are none."""
 
-    def start(self, move: Callable[..., None], *arguments: object) -> "Future[None]":
+    def submit(self, move: Callable[..., None], *arguments: object) -> "Future[None]":
         """Raises RuntimeError after `close`."""
         self._used_at = time.monotonic()
-        return self._threads.submit(move, *arguments)
+        return self._executor.submit(move, *arguments)
 
     def tick(self) -> None:
         """End threads that are idle. To be called now and then."""
-        if time.monotonic() - self._used_at > MOVERS_IDLE_SECONDS:
-            self._threads.shutdown(wait=False)  # work under way is finished
-            self._threads, self._used_at = self._no_threads(), math.inf
+        if time.monotonic() - self._used_at > THREADS_IDLE_SECONDS:
+            self._executor.shutdown(wait=False)  # work under way is finished
+            self._executor, self._used_at = self._without_threads(), math.inf
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _no_threads(self) -> ThreadPoolExecutor:
+    def _without_threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self._most, thread_name_prefix=self._name)
 
 

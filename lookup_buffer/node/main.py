@@ -49,8 +49,8 @@ def serve(config: BufferConfig, *, ends_when_idle: bool) -> int:
 def _allow_descriptors() -> None:
     """As many as this process may allow itself, up to DESCRIPTORS."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= allowed < DESCRIPTORS:  # RLIM_INFINITY is -1
-        wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(DESCRIPTORS, most)
+    wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(DESCRIPTORS, most)
+    if resource.RLIM_INFINITY != allowed < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 

@@ -23,7 +23,7 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import PEER_OWNER, Arena, Pin
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, Movers, greet
+from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, ThreadPool, greet
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.owners import Askers
@@ -82,7 +82,7 @@ class PeerServer:
     _greetings: "dict[asyncio.Task[None], str]" = field(default_factory=dict)
     """The handshakes in progress, the oldest first, and the hosts that they are with."""
     _readers: "set[Reader]" = field(default_factory=set)
-    _senders: Movers = field(default_factory=lambda: Movers(SENDERS_MAX, "lb-send"))
+    _senders: ThreadPool = field(default_factory=lambda: ThreadPool(SENDERS_MAX, "lb-send"))
 
     def listen(self, address: str) -> str:
         """Bind; returns the address with the actual port.
@@ -219,7 +219,7 @@ class PeerServer:
             RuntimeError: this server is closed.
         """
         try:
-            job = self._senders.start(self._send, sender, replies, already_sent)
+            job = self._senders.submit(self._send, sender, replies, already_sent)
         except RuntimeError:
             self.release(replies)
             raise

@@ -6,10 +6,11 @@ runs on the loop's thread.
 
 `Breaker` is a circuit breaker: after some failures in a row, no calls for a while. Pure
 bookkeeping; the clock is an argument. `registrar` has one, `locate` and `arbiter` have one for each
-server.
+server, `transfer` for each node.
 """
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from store.base import Forgotten, Mirror, MirrorClaims
 
 FAILURES_TO_OPEN = 3
-OPEN_SECONDS_MIN = 0.1
-OPEN_SECONDS_MAX = 1.0
 
 T = TypeVar("T")
 
@@ -37,6 +36,12 @@ class Breaker:
     """Closed: calls pass. Open: calls are refused until a pause is over; then one call probes."""
 
     clock: Clock
+    failures_to_open: int = FAILURES_TO_OPEN
+    pause_seconds_min: float = 0.1
+    pause_seconds_max: float = 1.0
+    """A pause is twice the one before."""
+    jitter: float = 0.0
+    """The part of a pause that is left to chance."""
     failures: int = 0
     """Since the last success."""
     _pause_seconds: float = 0.0
@@ -44,7 +49,7 @@ class Breaker:
 
     @property
     def open(self) -> bool:
-        return self.failures >= FAILURES_TO_OPEN
+        return self.failures >= self.failures_to_open
 
     def allows(self) -> bool:
         return not self.open or self.clock() >= self._closed_at
@@ -56,9 +61,10 @@ class Breaker:
     def failed(self) -> None:
         self.failures += 1
         if self.open:
-            pause = max(2 * self._pause_seconds, OPEN_SECONDS_MIN)
-            self._pause_seconds = min(pause, OPEN_SECONDS_MAX)
-            self._closed_at = self.clock() + self._pause_seconds
+            pause = max(2 * self._pause_seconds, self.pause_seconds_min)
+            self._pause_seconds = min(pause, self.pause_seconds_max)
+            part = 1.0 - self.jitter * random.random()
+            self._closed_at = self.clock() + part * self._pause_seconds
 
 
 class Storage:

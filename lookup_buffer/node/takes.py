@@ -25,13 +25,9 @@ from lookup_buffer.node.handoffs import Handoffs, Lease
 from lookup_buffer.node.locate import Located, Locator, Waiting
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.owners import UNREACHED, Answer, Owners, again_seconds
-from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
+from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Source, Wanted
 from lookup_buffer.protocol.messages import Take
 from lookup_buffer.times import CALL_SECONDS, LEASE_ANSWER_SECONDS, NODE_SHARE
-from store import Location
-
-Source = tuple[Location, str]
-"""The location of another owner, and its endpoint."""
 
 
 class Taken(NamedTuple):

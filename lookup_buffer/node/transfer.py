@@ -35,8 +35,9 @@ from lookup_buffer.errors import (
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena, Item, Pin
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.links import TENSORS, Movers, dial
+from lookup_buffer.node.links import TENSORS, ThreadPool, dial
 from lookup_buffer.node.locate import Located
+from lookup_buffer.node.storage import Breaker
 from lookup_buffer.protocol.framing import Frame
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
@@ -64,15 +65,15 @@ _TOLD = (MissReason.CHECKSUM, MissReason.PEER_FAILED)
 """Failures that are written to the store; the record explains the others."""
 FETCH_OWNER = -1
 """Owner of the pin on a fetched item, until its readers have pinned it."""
-REST_SECONDS_MIN, REST_SECONDS_MAX = 0.5, 2.0
-"""A silent holder is asked for nothing for this long, doubled with each further silence."""
-SILENCES_MAX = LINKS_MAX
-"""After so many in a row: as many as it is asked for at a time. A holder that refuses, or ends
-connections, costs no time."""
+TIMEOUTS_MAX = LINKS_MAX
+"""After so many in a row, as many as a node is asked for at a time, it is asked for nothing for a
+while. One that refuses, or ends connections, costs no time."""
+PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.5, 2.0
+"""Bounds on that time."""
 _log = logging.getLogger(__name__)
 
 Source = tuple[Location, str]
-"""A copy, and the address of its node."""
+"""A copy, and the endpoint of its node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,27 +114,14 @@ class Wanted:
 class Holder:
     """Another node, and the connections to it that are not in use."""
 
+    breaker: Breaker
+    """Of its timeouts."""
     places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LINKS_MAX))
     links: list[tuple[FramedSocket, float]] = field(default_factory=list)
     """With the time of their last use."""
     users: int = 0
     """Batches that it is asked for, or that wait for a place."""
-    rests_until: float = 0.0
-    silent_at: float = -math.inf
-    """When it was last silent."""
-    _silences: int = 0
-    """In a row."""
-
-    def answered(self) -> None:
-        self._silences, self.rests_until = 0, 0.0
-
-    def was_silent(self, now: float) -> None:
-        """It was not reached in time, or stopped to deliver."""
-        self._silences += 1
-        self.silent_at = now
-        if self._silences >= SILENCES_MAX:
-            doubled = REST_SECONDS_MIN * 2.0 ** min(self._silences - SILENCES_MAX, 10)
-            self.rests_until = now + min(doubled, REST_SECONDS_MAX) * random.uniform(0.5, 1.0)
+    used_at: float = 0.0
 
     def idle_link(self) -> FramedSocket | None:
         """A kept connection that is still usable. Unrequested input means that the peer closed
@@ -183,10 +171,10 @@ class Fetcher:
     arena: Arena
     counters: Counters
     token: str | None
-    _holders: dict[tuple[str, str], Holder] = field(default_factory=lambda: defaultdict(Holder))
-    """By node and address."""
+    _holders: dict[tuple[str, str], Holder] = field(default_factory=dict)
+    """By node and endpoint."""
     _fetches: "set[asyncio.Task[None]]" = field(default_factory=set)
-    _movers: Movers = field(default_factory=lambda: Movers(THREADS, "lb-fetch"))
+    _threads: ThreadPool = field(default_factory=lambda: ThreadPool(THREADS, "lb-fetch"))
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Fetch each from the first holder that delivers; those of one holder are requested
@@ -201,12 +189,12 @@ class Fetcher:
                 self._start(batch)
 
     def tick(self) -> None:
-        """Close connections that are not used, and end threads. To be called now and then."""
-        self._movers.tick()
+        """Close connections and end threads that are not used. To be called now and then."""
+        self._threads.tick()
         since = self.loop.time() - LINK_IDLE_SECONDS
         for name, holder in list(self._holders.items()):
             holder.close_links(since)
-            if not (holder.links or holder.users) and holder.silent_at < since:
+            if not holder.users and holder.used_at < since:
                 del self._holders[name]
 
     def close(self) -> None:
@@ -214,16 +202,26 @@ class Fetcher:
             fetch.cancel()
         for holder in self._holders.values():
             holder.close_links(math.inf)
-        self._movers.close()
+        self._threads.close()
+
+    def _holder_of(self, source: Source) -> Holder:
+        location, endpoint = source
+        holder = self._holders.get((location.node, endpoint))
+        if holder is None:
+            breaker = Breaker(
+                self.loop.time, TIMEOUTS_MAX, PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX, jitter=0.5
+            )
+            holder = self._holders[location.node, endpoint] = Holder(breaker)
+        holder.used_at = self.loop.time()
+        return holder
 
     def _choose(self, one: Wanted) -> None:
         """Of the holders that were not tried, the one that is asked for least; last, those that
         fail. Equal ones by chance: readers do not all ask the same."""
-        now = self.loop.time()
 
         def load(source: Source) -> tuple[bool, int, float]:
-            holder = self._holders[source[0].node, source[1]]
-            return holder.rests_until > now, holder.users, random.random()
+            holder = self._holder_of(source)
+            return not holder.breaker.allows(), holder.users, random.random()
 
         untried = one.untried
         one.tried.append(untried[0] if len(untried) == 1 else min(untried, key=load))
@@ -235,16 +233,15 @@ class Fetcher:
 
     async def _fetch(self, batch: Batch) -> None:
         """Fetch a batch from one holder. What it does not deliver is fetched from the next ones."""
-        location, endpoint = batch.left[0].source
-        holder = self._holders[location.node, endpoint]
+        holder = self._holder_of(batch.left[0].source)
         holder.users += 1
         try:
             async with holder.places:
-                if holder.rests_until > self.loop.time():
-                    batch.fail(MissReason.PEER_FAILED, len(batch.left))
-                else:
+                if holder.breaker.allows():
                     await self._fetch_from(holder, batch)
-                    holder.answered()
+                    holder.breaker.succeeded()
+                else:
+                    batch.fail(MissReason.PEER_FAILED, len(batch.left))
         except (BufferFull, TensorTooLarge):
             batch.fail(MissReason.NO_ROOM)
         except CorruptTensor:
@@ -253,7 +250,7 @@ class Fetcher:
             batch.fail(MissReason.PEER_FAILED)
         except (PipeError, NodeRefused, ValueError) as error:  # ValueError: it is no address
             if isinstance(error, PipeTimeout):
-                holder.was_silent(self.loop.time())
+                holder.breaker.failed()
             # One that has delivered something is asked for the others again.
             batch.fail(MissReason.PEER_FAILED, 1 if batch.has_begun else len(batch.left))
         except Exception:  # noqa: BLE001 -- else its readers would wait for their deadlines
@@ -261,6 +258,7 @@ class Fetcher:
             batch.fail(MissReason.PEER_FAILED, len(batch.left))
         finally:  # if cancelled, the node ends and no request waits
             holder.users -= 1
+            holder.used_at = self.loop.time()
         self._settle(batch.take_arrived())
         if batch.left:
             self._start(batch.left)
@@ -361,7 +359,7 @@ class Fetcher:
 
     async def _on_thread(self, link: FramedSocket, move: Callable[[], None]) -> None:
         """Run `move`, which sends or receives on `link`. Also if cancelled, it has ended then."""
-        moved = asyncio.wrap_future(self._movers.start(move), loop=self.loop)
+        moved = asyncio.wrap_future(self._threads.submit(move), loop=self.loop)
         try:
             await asyncio.shield(moved)
         except asyncio.CancelledError:

@@ -80,7 +80,7 @@ def hand_off(producer: LookupBuffer, taker: LookupBuffer, *, timeout: float) -> 
 
 SOON_IDLE = """
 from lookup_buffer.node import links, transfer
-links.MOVERS_IDLE_SECONDS = transfer.LINK_IDLE_SECONDS = 2.0
+links.THREADS_IDLE_SECONDS = transfer.LINK_IDLE_SECONDS = 2.0
 """
 
 

@@ -308,26 +308,18 @@ def bench_of(capacity_bytes: int = CAPACITY) -> Iterator[Bench]:
     bench.arena.close()
 
 
-def test_the_least_recently_used_goes_first() -> None:
+@pytest.mark.parametrize(("touches", "evicted"), [(True, "1"), (False, "0")])
+def test_the_least_recently_used_goes_first(touches: bool, evicted: str) -> None:
+    """A look-up without a touch does not keep an item."""
     with bench_of(4 * 64) as bench:
         for number in range(4):
             bench.now = float(number)
             bench.fill(str(number), 64)
         bench.now = 10.0
-        assert bench.arena.touch(address_of("0")) is not None
+        look_up = bench.arena.touch if touches else bench.arena.peek
+        assert look_up(address_of("0")) is not None
         bench.fill("new", 64)
-        assert bench.removed == [("1", "evicted")]
-
-
-def test_a_look_up_without_a_touch_does_not_keep_an_item() -> None:
-    with bench_of(2 * 64) as bench:
-        for number in range(2):
-            bench.now = float(number)
-            bench.fill(str(number), 64)
-        bench.now = 10.0
-        assert bench.arena.peek(address_of("0")) is not None
-        bench.fill("new", 64)
-        assert bench.removed == [("0", "evicted")]
+        assert bench.removed == [(evicted, "evicted")]
 
 
 def test_larger_than_the_arena_never_fits_even_by_rounding() -> None:

@@ -178,29 +178,24 @@ def test_an_acknowledgement_after_the_lease_is_lost(owner: Owner) -> None:
     assert owner.handoffs.acknowledge(second.token)
 
 
-def test_a_lease_lasts_while_the_item_is_being_sent(owner: Owner) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_lease_lasts_while_the_item_is_being_sent_and_as_long_again(
+    owner: Owner, late: bool
+) -> None:
     owner.insert()
     taker, second = Taker(owner).take(), Taker(owner).take()
     pin = owner.arena.hold(NAME, PEER_OWNER)
     assert pin is not None
     owner.loop.run(3 * LEASE_SECONDS)
     assert second.told == []
-    owner.arena.release([pin.ticket], PEER_OWNER)
-    assert owner.handoffs.acknowledge(taker.token)
-
-
-def test_a_lease_ends_if_its_item_is_sent_and_not_acknowledged(owner: Owner) -> None:
-    owner.insert()
-    taker, second = Taker(owner).take(), Taker(owner).take()
-    pin = owner.arena.hold(NAME, PEER_OWNER)
-    assert pin is not None
-    owner.loop.run(3 * LEASE_SECONDS)
     owner.arena.release([pin.ticket], PEER_OWNER)
     owner.loop.run(LEASE_SECONDS - 0.1)
     assert second.told == []
-    owner.loop.run(PEER_PROGRESS_SECONDS + 1.0)
-    assert not owner.handoffs.acknowledge(taker.token)
-    assert owner.handoffs.acknowledge(second.token)
+    if late:
+        owner.loop.run(PEER_PROGRESS_SECONDS + 1.0)
+    assert owner.handoffs.acknowledge(taker.token) is not late
+    assert len(second.told) == 1
+    assert (second.told != [None]) is late
 
 
 def test_an_owner_that_was_stopped_expires_leases_on_time(owner: Owner) -> None:

@@ -15,8 +15,8 @@ from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.transfer import (
     FETCH_OWNER,
-    REST_SECONDS_MIN,
-    SILENCES_MAX,
+    PAUSE_SECONDS_MIN,
+    TIMEOUTS_MAX,
     Fetched,
     Fetcher,
     Wanted,
@@ -156,7 +156,7 @@ def test_each_item_is_settled_once_whatever_its_holders_do(
         now = (key, chance.random() < 0.5)
         return fates.setdefault(now, chance.choice(("ok",) * 10 + FATES))
 
-    monkeypatch.setattr(transfer, "SILENCES_MAX", 1000)  # else most others fail with two of them
+    monkeypatch.setattr(transfer, "TIMEOUTS_MAX", 1000)  # else most others fail with two of them
 
     async def test() -> None:
         fetching = Fetching(monkeypatch, fate)
@@ -195,14 +195,14 @@ def test_a_kept_connection_that_has_ended_is_replaced(monkeypatch: pytest.Monkey
 def test_a_silent_holder_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         fetching = Fetching(monkeypatch, lambda key: "timeout" if key == "silent" else "ok")
-        for asked in range(1, SILENCES_MAX + 1):
+        for asked in range(1, TIMEOUTS_MAX + 1):
             assert await fetching.fetch({"silent": 1}) == ["silent"]
             assert len(fetching.links) == asked
             fetching.fetcher.tick()
         assert await fetching.fetch({"k": 1}) == ["k"]
-        assert len(fetching.links) == SILENCES_MAX, "it was not asked"
+        assert len(fetching.links) == TIMEOUTS_MAX, "it was not asked"
         assert await fetching.fetch({"k": 2}) == [], "the other holder delivers"
-        await asyncio.sleep(REST_SECONDS_MIN)
+        await asyncio.sleep(PAUSE_SECONDS_MIN)
         assert await fetching.fetch({"k2": 1}) == []
         fetching.fetcher.close()
 
