@@ -2,8 +2,8 @@
 
 A request carries one tensor or many, and gets one answer with a result for each. Copies above
 COPY_INLINE_BYTES run on `lb-copy`, all else on the loop's thread. If another client or a fetch is
-writing the same shared key, that insert waits: `exists` is answered only if readers can have the
-item.
+writing the same shared key, that insert waits for a while: `exists` is answered only if readers can
+have the item.
 
 The insert of a hand-off may have to wait for space, and is offered meanwhile (`handoffs`). It is
 answered once its ownership is confirmed (`announcements`). An insert that was admitted is finished
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lookup_buffer.errors import LookupBufferError, ProtocolError
+from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arena import Arena, Item, Pin
@@ -35,6 +35,8 @@ COPY_INLINE_BYTES = 512 << 10
 of threads (about 100 µs), and delays the loop no longer than other requests do."""
 LOOK_AGAIN_SECONDS = 0.02
 """The end of a fetch does not resume waiting inserts, so they check this often."""
+WRITING_SECONDS_MAX = 5.0
+"""An insert waits so long for another one, or for a fetch, that writes the same key."""
 
 
 @dataclass(slots=True, eq=False)
@@ -176,9 +178,14 @@ class Inserts:
         return item
 
     async def _retry(self, one: _Inserting, index: int) -> None:
-        """Another one is writing the key: insert it if that fails."""
+        """Another one is writing the key: insert it if that fails, and refuse it if that takes
+        long, as a transfer over a slow network may."""
+        until = self.loop.time() + WRITING_SECONDS_MAX
         while (item := self._reserve(one, index)) is None:
             if one.results[index] is not None:
+                return
+            if self.loop.time() >= until:
+                self._refuse(one, index, BufferFull("this key is being written; insert it again"))
                 return
             await self.waiting.pause(one.parts[index].address, LOOK_AGAIN_SECONDS)
         one.admitted()

@@ -56,19 +56,24 @@ class ThreadPool:
         self._executor = self._without_threads()
         self._used_at = math.inf
         """When they were last given work; infinite while there are none."""
+        self._jobs: set[Future[None]] = set()
 
     def submit(self, move: Callable[..., None], *arguments: object) -> "Future[None]":
         """Raises RuntimeError after `close`."""
         self._used_at = time.monotonic()
-        return self._executor.submit(move, *arguments)
+        job = self._executor.submit(move, *arguments)
+        self._jobs.add(job)
+        return job
 
     def tick(self) -> None:
         """End threads that are idle. To be called now and then."""
-        if time.monotonic() - self._used_at > THREADS_IDLE_SECONDS:
-            self._executor.shutdown(wait=False)  # work under way is finished
+        self._jobs = {job for job in self._jobs if not job.done()}
+        if not self._jobs and time.monotonic() - self._used_at > THREADS_IDLE_SECONDS:
+            self._executor.shutdown(wait=False)
             self._executor, self._used_at = self._without_threads(), math.inf
 
     def close(self) -> None:
+        self._used_at = math.inf
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _without_threads(self) -> ThreadPoolExecutor:

@@ -12,6 +12,7 @@ import logging
 import os
 import resource
 import sys
+from contextlib import suppress
 from typing import Any
 
 from lookup_buffer.config import BufferConfig
@@ -51,7 +52,8 @@ def _allow_descriptors() -> None:
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(DESCRIPTORS, most)
     if resource.RLIM_INFINITY != allowed < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+        with suppress(ValueError, OSError):  # a container's rules
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _settings(text: str) -> dict[str, Any]:

@@ -350,7 +350,10 @@ class Heartbeat:
         if known and had_failed:
             # A beat that had failed for us may have been carried out after the store lost its data.
             # Then the description of this node is gone.
-            known = await self._info(identity.boot, store) is not None
+            try:
+                known = await self._info(identity.boot, store) is not None
+            except StoreError:  # of its own server: asked again after the next beat
+                return False
         self._has_failed = False
         return not known
 

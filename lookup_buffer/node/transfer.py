@@ -27,6 +27,7 @@ from lookup_buffer.errors import (
     MaybeMissed,
     MissReason,
     NodeRefused,
+    PipeBroken,
     PipeError,
     PipeTimeout,
     ProtocolError,
@@ -44,7 +45,8 @@ from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.times import PEER_ANSWER_SECONDS, PEER_IDLE_SECONDS, PEER_PROGRESS_SECONDS
 from store import Location
 
-THREADS = 16
+THREADS = 128
+"""Each receives from one holder at a time, so slow ones delay only what they are asked for."""
 LINKS_MAX = 4
 """Connections to one node: so many of its batches are transferred at a time."""
 LINK_IDLE_SECONDS = 60.0
@@ -239,7 +241,6 @@ class Fetcher:
             async with holder.places:
                 if holder.breaker.allows():
                     await self._fetch_from(holder, batch)
-                    holder.breaker.succeeded()
                 else:
                     batch.fail(MissReason.PEER_FAILED, len(batch.left))
         except (BufferFull, TensorTooLarge):
@@ -287,6 +288,7 @@ class Fetcher:
             await self._request(link, batch.left)
             while batch.left:
                 one = batch.arrive(await self._receive(link, batch.left[0]))
+                holder.breaker.succeeded()
                 if one.fetched.held is not None:
                     self.counters.fetch_seconds.observe(self.loop.time() - started)
                 early = len(batch.arrived) == TOLD_TOGETHER or one.nbytes > TOLD_TOGETHER_BYTES
@@ -358,14 +360,25 @@ class Fetcher:
         return hasher.intdigest()
 
     async def _on_thread(self, link: FramedSocket, move: Callable[[], None]) -> None:
-        """Run `move`, which sends or receives on `link`. Also if cancelled, it has ended then."""
-        moved = asyncio.wrap_future(self._threads.submit(move), loop=self.loop)
+        """Run `move`, which sends or receives on `link`. Also if cancelled, it has ended then.
+
+        Raises:
+            PipeError: as `move`; or PipeBroken, if no thread was free in time.
+        """
+        job = self._threads.submit(move)
+        moved = asyncio.wrap_future(job, loop=self.loop)
+        bound = self.loop.call_later(PEER_PROGRESS_SECONDS, job.cancel)  # unless it has begun
         try:
             await asyncio.shield(moved)
         except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if moved.cancelled() and task is not None and not task.cancelling():
+                raise PipeBroken("no thread was free in time") from None
             link.abort()
             await asyncio.wait([moved])
             raise
+        finally:
+            bound.cancel()
 
     def _settle(self, arrived: Sequence[Wanted]) -> None:
         """Give these to those who wait, except what the next holder may deliver."""

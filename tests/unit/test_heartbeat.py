@@ -87,6 +87,26 @@ def test_a_loss_of_data_is_noticed_after_a_beat_without_an_answer(
     assert at_once(mine.beat(awaited(store))) is False
 
 
+def test_a_description_on_a_server_that_is_away_fails_no_beat(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, store = heart(clock), Deaf()
+    at_once(mine.beat(awaited(store)))
+    store.loses_answers = True
+    with pytest.raises(StoreUnavailable):
+        at_once(mine.beat(awaited(store)))
+    store.loses_answers = False
+
+    def away(_: object) -> dict[str, NodeInfo]:
+        raise StoreUnavailable("another master of the cluster")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "node_infos", away)
+        for _ in range(3):
+            assert at_once(mine.beat(awaited(store))) is False
+    assert at_once(mine.beat(awaited(store))) is True, "it has no description: all was lost"
+
+
 def test_a_boot_without_new_beats_is_replaced(clock: Clock, store: MemoryStore) -> None:
     store.beat("node-1", "old", 7)
     mine = heart(clock)

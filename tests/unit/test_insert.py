@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lookup_buffer.errors import NodeUnavailable
+from lookup_buffer.node import insert
 from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
@@ -177,3 +178,29 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
     asyncio.run(test())
     for client in clients:
         client.staging.close()
+
+
+def test_an_insert_of_a_key_that_a_long_transfer_writes_is_refused_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(insert, "WRITING_SECONDS_MAX", 0.1)
+
+    async def test() -> None:
+        node, client = Node(1 << 20), Client(1, STAGED_BYTES)
+        header = TensorHeader("uint8", (100,), 100)
+        fetched = node.arena.reserve(
+            (NAMESPACE, "slow"), header, origin="another", ttl_seconds=None
+        )
+        assert fetched is not None
+        node.insert(client, ["slow", "other"], [100, 100], [0, 100], 0.0)
+        async with asyncio.timeout(10.0):
+            refused, stored = await client.results()
+        assert "being written" in refused["message"]
+        assert stored["outcome"] == InsertOutcome.STORED.value
+        node.arena.abandon(fetched)
+        node.at_rest()
+        node.inserts.close()
+        node.arena.close()
+        client.staging.close()
+
+    asyncio.run(test())

@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -204,6 +206,44 @@ def test_a_silent_holder_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPat
         assert await fetching.fetch({"k": 2}) == [], "the other holder delivers"
         await asyncio.sleep(PAUSE_SECONDS_MIN)
         assert await fetching.fetch({"k2": 1}) == []
+        fetching.fetcher.close()
+
+    asyncio.run(test())
+
+
+def test_a_transfer_for_which_no_thread_is_free_fails_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer, "THREADS", 1)
+    monkeypatch.setattr(transfer, "PEER_PROGRESS_SECONDS", 0.1)
+    monkeypatch.setattr(Link, "has_arrived", lambda *_: False)
+    goes_on = threading.Event()
+
+    def receive(link: Link, buffer: memoryview, *, timeout: float, hasher: Any) -> None:
+        if link.key == "slow":
+            goes_on.wait(20.0)
+        buffer[:] = bytes_of(link.key)
+        hasher.update(buffer)
+
+    monkeypatch.setattr(Link, "recv_into", receive)
+
+    async def test() -> None:
+        fetching = Fetching(monkeypatch, lambda _: "ok")
+        slow = asyncio.create_task(fetching.fetch({"slow": 1}))
+        await asyncio.sleep(0.05)
+        others: dict[str, Fetched] = {}
+        done = partial(others.__setitem__, "k")
+        fetching.fetcher.fetch([wanted("k", done)])
+        async with asyncio.timeout(10.0):
+            while not others:
+                await asyncio.sleep(0.005)
+        assert others["k"].held is None
+        assert not slow.done()
+        goes_on.set()
+        async with asyncio.timeout(10.0):
+            while "slow" not in fetching.settled:
+                await asyncio.sleep(0.005)
+        assert await slow == []
         fetching.fetcher.close()
 
     asyncio.run(test())
