@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.gauge import emit, machine
 from examples.demo.engine import Answer, DemoEngine, Question
-from examples.demo.engine_settings import EngineSettings, Placement
+from examples.demo.engine_settings import EngineSettings
 from examples.demo.fleet import Fleet
 from examples.demo.model import ensure_model
 from examples.demo.model_size import TINY, ModelSize, TextSize, VisionSize
@@ -121,7 +121,6 @@ def arrangements(size: ModelSize, directory: Path) -> Iterator[list[Arrangement]
                     size=size,
                     model_directory=model,
                     work_directory=directory,
-                    placement=Placement.ONE_PROCESS,
                     ec_transfer_config=config,
                     cores=(index,),
                 )

@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.gauge import emit, machine
 from connectors.plugin import KV_CONNECTOR_NAME
 from examples.demo.engine import DemoEngine, Question
-from examples.demo.engine_settings import EngineSettings, Placement
+from examples.demo.engine_settings import EngineSettings
 from examples.demo.fleet import Fleet
 from examples.demo.model import ensure_model
 from examples.demo.model_size import ModelSize, TextSize, VisionSize
@@ -96,7 +96,6 @@ def engines(directory: Path, longest: int) -> Iterator[dict[str, DemoEngine]]:
                 size=SIZE,
                 model_directory=model,
                 work_directory=directory,
-                placement=Placement.ONE_PROCESS,
                 cores=(0,),
                 extra_arguments={
                     "max_model_len": longest + 32,

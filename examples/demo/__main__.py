@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from examples.demo.engine import DemoEngine, EngineFailure
-from examples.demo.engine_settings import EngineSettings, Placement
+from examples.demo.engine_settings import EngineSettings
 from examples.demo.fleet import Fleet, NodeFailure
 from examples.demo.model import ensure_model
 from examples.demo.model_size import HEAVY, SIZES, ModelSize
@@ -143,7 +143,6 @@ def _engine(
         size=size,
         model_directory=model,
         work_directory=work,
-        placement=Placement.ONE_PROCESS if fleet is None else Placement.TWO_PROCESSES,
         ec_transfer_config=None if fleet is None else fleet.nodes[name].ec_transfer_config(),
         cores=_cores(_ENGINES.index(name) if name in _ENGINES else 0),
     )

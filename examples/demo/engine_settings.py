@@ -45,7 +45,7 @@ class EngineSettings:
     model_directory: Path
     work_directory: Path
     """Holds the engine's log and schedule; created if missing, not removed."""
-    placement: Placement = Placement.TWO_PROCESSES
+    placement: Placement = Placement.ONE_PROCESS
     ec_transfer_config: dict[str, Any] | None = None
     """As in vLLM's `--ec-transfer-config`; None is an engine without any connector."""
     images_cached: int = 1

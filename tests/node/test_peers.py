@@ -118,25 +118,6 @@ def test_small_and_large_items_come_in_the_order_of_the_request() -> None:
     on_a_loop(test)
 
 
-def test_five_hundred_readers_of_one_item() -> None:
-    async def test(bench: Bench) -> None:
-        item: list[object] = [NAMESPACE, "k", "boot", bench.insert("k", MIB)]
-
-        async def read(link: FramedSocket) -> None:
-            (header,) = await answered(link, item)
-            assert header["status"] == "ok"
-
-        links: list[FramedSocket] = []
-        for _ in range(10):  # 50 handshakes at once
-            links += await asyncio.gather(*(bench.reader() for _ in range(50)))
-        for _ in range(2):
-            await asyncio.gather(*map(read, links))
-        for link in links:
-            link.close()
-
-    on_a_loop(test)
-
-
 def test_a_reader_that_leaves_or_does_not_read_leaves_no_pin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -293,7 +293,7 @@ def engine_settings(
         images_per_prompt=IMAGES_PER_PROMPT,
         cores=(cores[(core + worker_number()) % len(cores)],),
         environment={"VLLM_LOG_STATS_INTERVAL": "0.1"},
-        **{"placement": Placement.ONE_PROCESS, **settings},
+        **settings,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from patience import scaled
 
 ROOT = Path(__file__).parents[2]
-# Two engines of three processes each start at once, on as few as two cores.
+# Three engines start at once, on as few as two cores.
 DEMO_SECONDS = scaled(500)
 
 
