@@ -9,6 +9,7 @@ values. Any thread; starts none.
 import os
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from lookup_buffer.errors import ConfigError
@@ -85,8 +86,9 @@ def parse_bytes(value: object) -> object:
     return value
 
 
+@cache
 def distribution_version() -> str:
-    """The version of the installed distribution that this code is."""
+    """The version of the installed distribution that this code is. Reads a file the first time."""
     from importlib.metadata import PackageNotFoundError, version  # takes 10 ms
 
     try:

@@ -290,7 +290,8 @@ class TransferTimer:
 
 
 def _ratio(theirs: list[float], ours: list[float]) -> float:
-    return round(statistics.median(a / b for a, b in zip(theirs, ours, strict=True)), 3)
+    """Three significant digits: a small message on a busy machine takes thousands of copies."""
+    return float(f"{statistics.median(a / b for a, b in zip(theirs, ours, strict=True)):.3g}")
 
 
 def _accepted(listener: socket.socket, process: "subprocess.Popen[bytes]") -> socket.socket:

@@ -42,7 +42,8 @@ def pair(start_node: StartNode, start_end: StartEnd) -> tuple[DeviceEnd, DeviceE
 
 def reads_all_the_same(second: DeviceEnd, read: str, expected: object) -> bool:
     """In the same call, in time, by another way; and nothing of what had come is kept. False where
-    a busy machine sent the signal after the last byte: then nothing was seen.
+    a busy machine sent the signal after the last byte, or gave up before the first: then nothing
+    was seen.
 
     The node answers at its own deadline; the lane gives the transfer up later, at its own."""
     before = second.do("lane.gauges().used_bytes"), second.counted("lane_received_gloo")
@@ -50,9 +51,8 @@ def reads_all_the_same(second: DeviceEnd, read: str, expected: object) -> bool:
     assert second.do(read) == expected
     assert time.monotonic() - started < BOUND_SECONDS
     came = second.do("place.came_bytes()")
-    if came == NBYTES:
+    if came in (0, NBYTES):
         return False
-    assert came > 0
     assert second.counted("lane_received_gloo") == before[1]
     failed = second.counted("lane_fallbacks_timeout") + second.counted("lane_fallbacks_peer_failed")
     assert failed >= 1, second.node.stats()
@@ -120,9 +120,8 @@ def test_a_reader_killed_during_a_payload(
     at_rest(second.node, seconds=20.0)
     wait_until(lambda: first.do("lane.gauges().pinned_bytes") == 0, 20.0)
     again, expected = some(first)
-    received = third.counted("lane_received_gloo")
     assert third.do(again) == expected
-    assert third.counted("lane_received_gloo") == received + 1
+    warm(first, third)
 
     def has_let_go() -> bool:
         threads, files = first.do("(threads(), files())")

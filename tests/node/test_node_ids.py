@@ -140,7 +140,8 @@ def test_after_a_loss_the_inventory_comes_back_at_its_pace_and_fresh_keys_at_onc
     with (
         node.client() as client,
         other.client() as reader,
-        open_store(server.url, call_timeout_seconds=2.0) as store,
+        # It reads ten thousand records, and what does not come in time counts as absent.
+        open_store(server.url, call_timeout_seconds=scaled(10.0)) as store,
     ):
         for name in names:
             client.insert(name, None)
