@@ -15,7 +15,7 @@ import pytest
 
 from groups import FOLDERS
 from nodes import ROOT
-from patience import ENVIRONMENT, SLOWNESS_MAX, scaled
+from patience import ENVIRONMENT, SLOWNESS_MAX, scaled, slowness
 from scripts.run_tests import (
     IMPORT_VLLM,
     ONLY_PROCESSES,
@@ -141,7 +141,7 @@ def test_ctrl_c_ends_the_stage_that_runs(tmp_path: Path) -> None:
         deadline = time.monotonic() + scaled(20.0)
         while not begun.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(scaled(0.2))  # until the runner has its own end of what has begun
+        time.sleep(0.2 * slowness())  # until the runner has its own end of what has begun
         process.send_signal(signal.SIGINT)
         assert process.wait(scaled(20.0)) != 0
 

@@ -214,20 +214,6 @@ def test_the_end_of_a_claim_ends_waits(node_pair: Pair, how: str) -> None:
         holder.close()
 
 
-def test_a_killed_claimant_ends_waits(node_pair: Pair) -> None:
-    name = key()
-    source = "send(buffer.claim(receive(), lease_seconds=600.0).granted); receive()"
-    with ClientProcess(node_pair[0].config, source) as client, node_pair[1].client() as other:
-        client.send(name)
-        assert client.receive() is True
-        wait = Wait(other, name, LEASE_SECONDS)
-        time.sleep(0.2)
-        client.kill()
-        killed_at = time.monotonic()
-        assert wait.result().granted
-        assert wait.ended_at - killed_at < WAKE_SECONDS
-
-
 @pytest.mark.parametrize("others", [0, 50_000], ids="{} others".format)
 def test_of_a_killed_node_the_lease_is_the_bound(
     start_server: StartServer, start_node: StartNode, others: int

@@ -3,16 +3,18 @@
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from command_line import PROGRAM, environment, publish, run, run_at_terminal
+from command_line import PROGRAM, boot_of, environment, publish, run, run_at_terminal
 from nodes import wait_until
 from patience import scaled
-from servers import StartServer, frozen, patient
-from store import EmbeddedServer
+from servers import StartServer, flush, frozen, patient
+from store import EmbeddedServer, Location, Publishing
+from store.testing.samples import a_record
 
 COMMANDS = {
     "ls": ("ls",),
@@ -23,12 +25,24 @@ COMMANDS = {
 }
 
 
-@pytest.fixture
-def full_url(url: str, namespace: str) -> str:
+@pytest.fixture(scope="module")
+def full_url(valkey_server: EmbeddedServer) -> Iterator[str]:
+    """For all tests of this file, which only read it."""
+    url = valkey_server.url
+    flush(url)
     with patient(url) as store:
-        for n in range(2000):
-            publish(store, namespace, f"key-{'ü' * 20}-{n}", "n1")
-    return url
+        location = Location("n1", boot_of("n1"), 1, 0xABC)
+        store.publish_many(
+            [
+                Publishing(a_record("5" * 64, f"key-{'ü' * 20}-{n}"), location, ttl_seconds=600)
+                for n in range(2000)
+            ]
+        )
+        publish(store, "c" * 64, "a-key", "n1", "a-node-with-a-name-of-48-characters-4f2a-4f2a4f2")
+        store.beat("n1", "boot", 1)
+        store.add_stats("n1", {"hits_local": 10**9, "bytes_served": 2**50})
+    yield url
+    flush(url)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +109,6 @@ def test_a_locale_without_letters(full_url: str, locale: dict[str, str]) -> None
 
 @pytest.mark.parametrize("name", ["ls", "stats", "nodes", "doctor", "show"])
 def test_a_terminal_of_40_columns(full_url: str, name: str) -> None:
-    with patient(full_url) as store:
-        publish(store, "c" * 64, "a-key", "n1", "a-node-with-a-name-of-48-characters-4f2a-4f2a4f2")
-        store.beat("n1", "boot", 1)
-        store.add_stats("n1", {"hits_local": 10**9, "bytes_served": 2**50})
     arguments = ("show", "a-key") if name == "show" else COMMANDS[name]
     lines = run_at_terminal(*arguments, columns=40, LOOKUP_BUFFER_STORE_URL=full_url)
     assert [line for line in lines if len(line) > 40] == []
@@ -113,7 +123,7 @@ def is_connected(pid: int) -> bool:
     return found > 2
 
 
-def test_ctrl_c(valkey_server: EmbeddedServer, start_server: StartServer) -> None:
+def test_ctrl_c(start_server: StartServer) -> None:
     """While it waits for a silent server."""
     server = start_server()
     with frozen(server), subprocess.Popen(

@@ -6,7 +6,7 @@ from benchmarks.commands import COMMANDS, LOGGED_MICROSECONDS, FilledServer, bea
 from benchmarks.gauge import percentile
 from servers import StartServer
 
-RECORDS = 100_000
+RECORDS = 50_000
 HOLD_MILLISECONDS = 5.0
 
 

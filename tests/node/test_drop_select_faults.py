@@ -117,12 +117,11 @@ class Waiters:
         return Counter(outcome for outcome, _ in self.outcomes)
 
 
-@pytest.mark.parametrize("place", ["here", "there"])
 def test_a_taker_killed_before_it_acknowledged(
-    start_node: StartNode, takers: Callable[..., ClientProcess], place: str
+    start_node: StartNode, takers: Callable[..., ClientProcess]
 ) -> None:
-    owner = owner_of(start_node)
-    node = owner if place == "here" else start_node()
+    """On another node than the owner's; the same on one node, in virtual time: test_takes."""
+    owner, node = owner_of(start_node), start_node()
     name, tensor = handoff(), tensor_of("kill", MIB)
     with owner.client() as producer:
         producer.insert(name, tensor)
@@ -156,12 +155,11 @@ def test_the_takers_node_killed_before_it_acknowledged(
     nothing_held(owner)
 
 
-@pytest.mark.parametrize("place", ["here", "there"])
 def test_a_stopped_taker_loses_it_to_the_next_taker(
-    start_node: StartNode, takers: Callable[..., ClientProcess], place: str
+    start_node: StartNode, takers: Callable[..., ClientProcess]
 ) -> None:
-    owner = owner_of(start_node, handoff_lease_seconds=1.0)
-    node = owner if place == "here" else start_node()
+    """On another node than the owner's; the same on one node, in virtual time: test_handoffs."""
+    owner, node = owner_of(start_node, handoff_lease_seconds=1.0), start_node()
     name = handoff()
     with owner.client() as producer:
         producer.insert(name, tensor_of("ice", MIB))

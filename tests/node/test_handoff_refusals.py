@@ -23,7 +23,7 @@ from nodes import NodeProcess, StartNode, at_rest, handoff, wait_until, with_sto
 from proxies import STEPS, RefusingProxy, behind_refusals
 
 NODES = 4
-COUNT = 500
+COUNT = 300
 PRODUCERS, TAKERS = 8, 24
 SIZES = (1, 600, 40_000)
 TIMEOUTS_SECONDS = (0.0, 0.3, 1.0, 3.0)

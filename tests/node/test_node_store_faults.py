@@ -45,7 +45,7 @@ from server_clients import (
     records_read,
     refusals,
 )
-from servers import StartServer, command, flush, frozen
+from servers import StartServer, command, frozen
 from store import EmbeddedServer, layout
 from switchovers import Switchover
 
@@ -325,16 +325,6 @@ def test_the_store_is_killed_and_comes_back_empty(
         pair.end()
 
 
-def test_a_flushed_store_is_filled_again(pair: Pair) -> None:
-    names = [key() for _ in range(100)]
-    for name in names:
-        pair.there.insert(name, torch.ones(2))
-    wait_until(lambda: all(pair.here.has_caches(names, timeout=1.0)), BACK_SECONDS)
-    flush(pair.server.url)
-    wait_until(lambda: all(pair.here.has_caches(names, timeout=1.0)), BACK_SECONDS)
-    assert pair.nodes[1].stats()["unpublished"] == 0
-
-
 def test_foreign_values_under_our_keys_are_misses(pair: Pair) -> None:
     name, healthy = key("poisoned"), key("healthy")
     pair.there.insert(name, torch.ones(3))
@@ -433,8 +423,7 @@ def test_a_full_store_makes_no_node_dead(start_server: StartServer, start_node: 
     pair.end()
 
 
-@pytest.mark.parametrize("mirror", [True, False])
-@pytest.mark.parametrize("scheme", ["redis", "redis-cluster"])
+@pytest.mark.parametrize(("scheme", "mirror"), [("redis", True), ("redis-cluster", False)])
 def test_a_node_that_ends_in_the_middle_of_a_dial(scheme: str, mirror: bool) -> None:
     """In Python's development mode: see test_shutdown.py."""
     directory = Path(tempfile.mkdtemp(prefix="lbt-"))  # short enough for a unix socket

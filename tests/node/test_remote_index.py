@@ -5,6 +5,7 @@ A stopped node does not answer: what a client still reads meanwhile came from th
 
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -28,14 +29,16 @@ from servers import StartServer, flush
 pytestmark = pytest.mark.skipif(not IS_ORDERED, reason="the table stays empty on this machine")
 NAMESPACE = "0123456789abcdef" * 4
 BUCKETS = ENTRIES // BUCKET_ENTRIES
+CROWD_COUNT = BUCKET_ENTRIES + 2
 SECOND = 1_000_000_000
 
 
-def crowded(count: int) -> list[QualifiedKey]:
-    """Addresses that all belong to one bucket."""
+@cache
+def crowd() -> list[QualifiedKey]:
+    """Addresses that all belong to one bucket; made when a test needs them, not at each import."""
     found: list[QualifiedKey] = []
     number = 0
-    while len(found) < count:
+    while len(found) < CROWD_COUNT:
         address = (NAMESPACE, f"key{number}")
         if int.from_bytes(digest_of(*address)[:8], "little") % BUCKETS == 7:
             found.append(address)
@@ -43,10 +46,9 @@ def crowded(count: int) -> list[QualifiedKey]:
     return found
 
 
-CROWD = crowded(BUCKET_ENTRIES + 2)
 CHANGES = st.lists(
     st.one_of(
-        st.none(), st.tuples(st.sampled_from(["add", "remove"]), st.integers(0, len(CROWD) - 1))
+        st.none(), st.tuples(st.sampled_from(["add", "remove"]), st.integers(0, CROWD_COUNT - 1))
     ),
     max_size=40,
 )
@@ -65,15 +67,15 @@ def test_it_lists_the_newest_keys_that_were_not_removed(
             table.clear()
             listed.clear()
         elif change[0] == "remove":
-            table.remove(CROWD[change[1]])
-            listed.pop(CROWD[change[1]], None)
+            table.remove(crowd()[change[1]])
+            listed.pop(crowd()[change[1]], None)
         else:
-            table.add(CROWD[change[1]])
-            listed.pop(CROWD[change[1]], None)
-            listed[CROWD[change[1]]] = None
+            table.add(crowd()[change[1]])
+            listed.pop(crowd()[change[1]], None)
+            listed[crowd()[change[1]]] = None
             for oldest in list(listed)[:-BUCKET_ENTRIES]:
                 del listed[oldest]
-        seen = [address for address in CROWD if reader.contains(digest_of(*address))]
+        seen = [address for address in crowd() if reader.contains(digest_of(*address))]
         assert set(seen) == set(listed)
     reader.close()
     table.close()
@@ -82,7 +84,7 @@ def test_it_lists_the_newest_keys_that_were_not_removed(
 def test_keys_removed_all_at_once_can_be_listed_again() -> None:
     table = RemoteIndex()
     reader = RemoteIndexReader(table.fd)
-    first, second = CROWD[:2]
+    first, second = crowd()[:2]
     table.add(first)
     table.add(second)
     table.clear()

@@ -63,7 +63,6 @@ def patient_store(own_cluster: ValkeyCluster, store: BlockingStore) -> Iterator[
 @pytest.mark.parametrize(
     ("own_cluster", "fault"),
     [
-        pytest.param(valkey_executable, "killed", id="killed"),
         pytest.param(valkey_executable, "stopped", id="stopped"),
         pytest.param(redis_executable, "killed", id="killed-redis-7.0"),
     ],

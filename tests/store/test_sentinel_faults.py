@@ -31,7 +31,6 @@ def store(own_sentinels: Sentinels) -> Iterator[BlockingStore]:
 @pytest.mark.parametrize(
     ("own_sentinels", "fault"),
     [
-        pytest.param(valkey_executable, "killed", id="killed"),
         pytest.param(valkey_executable, "stopped", id="stopped"),
         pytest.param(redis_executable, "killed", id="killed-redis-7.0"),
     ],

@@ -6,6 +6,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -101,18 +104,31 @@ def fails_within(seconds: float, call: Callable[[], object]) -> StoreError:
     pytest.fail(f"the call took {elapsed:.3f} s, {seconds:.3f} were allowed")
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_frozen_server_costs_one_timeout(
-    store: BlockingStore, server: EmbeddedServer, name: str
-) -> None:
-    store.beat("node-1", BOOT, 1)
-    call = CALLS[name]
-    with frozen(server):
-        error = fails_within(CALL_SECONDS + MARGIN_SECONDS, lambda: call(store))
-        assert error.__cause__ is not None
-        # Now without a connection: the kernel accepts it on behalf of the frozen server.
-        fails_within(CALL_SECONDS + MARGIN_SECONDS, lambda: call(store))
-    call(store)
+def test_a_frozen_server_costs_one_timeout(server: EmbeddedServer) -> None:
+    """Each operation, all at once: one store each, so that each has a connection of its own."""
+    with ExitStack() as stack:
+        stores = {
+            name: stack.enter_context(open_store(server.url, call_timeout_seconds=CALL_SECONDS))
+            for name in CALLS
+        }
+        for store in stores.values():
+            store.beat("node-1", BOOT, 1)
+        with frozen(server), ThreadPoolExecutor(len(CALLS)) as callers:
+            frozen_out = {
+                name: callers.submit(_fails_without_an_answer, partial(call, stores[name]))
+                for name, call in CALLS.items()
+            }
+            errors = {name: call.exception() for name, call in frozen_out.items()}
+        assert errors == dict.fromkeys(CALLS)
+        for name, call in CALLS.items():
+            call(stores[name])
+
+
+def _fails_without_an_answer(call: Callable[[], object]) -> None:
+    error = fails_within(CALL_SECONDS + MARGIN_SECONDS, call)
+    assert error.__cause__ is not None
+    # Now without a connection: the kernel accepts it on behalf of the frozen server.
+    fails_within(CALL_SECONDS + MARGIN_SECONDS, call)
 
 
 def test_replies_to_abandoned_calls_are_dropped(

@@ -63,7 +63,7 @@ def _start(
 ) -> "subprocess.Popen[bytes] | fork_server.Forked":
     """Start the command with these as its input, output and errors."""
     nothing, output, errors = streams
-    if arguments[:1] == ("bench",) or any(name.startswith(_READ_AT_START) for name in settings):
+    if any(name.startswith(_READ_AT_START) for name in settings):
         return subprocess.Popen(
             [PROGRAM, *arguments],
             stdin=nothing, stdout=output, stderr=errors, env=environment(settings),

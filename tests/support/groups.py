@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FOLDERS = {"network", "node", "store", "soak", "vllm"}
 """Each of their tests is taken for one that starts processes."""
-_STARTED_BY = {
+STARTED_BY = {
     "node_pair",
     "places",
     "redis_server",
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (
             item.path.parent.name in FOLDERS
             or item.path.stem.endswith("_nodes")
-            or fixtures & _STARTED_BY
+            or fixtures & STARTED_BY
             or item.get_closest_marker("vllm")
         ):
             item.add_marker(pytest.mark.processes)

@@ -5,13 +5,16 @@ and attach again. Here engine a has scheduler and worker in one process, and eng
 last test kills engine b.
 """
 
+import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -20,6 +23,7 @@ from examples.demo.engine import Question
 from examples.demo.engine_settings import Placement
 from nodes import ROOT, NodeProcess, at_rest, wait_until
 from patience import scaled
+from raw_ends import hostile
 from servers import frozen
 from store.tracking import PAUSE_SECONDS_MAX
 
@@ -265,6 +269,23 @@ def test_a_client_that_truncates_and_writes_the_arena(
             attacker.kill()
     assert done == [0] * len(done)
     assert min(refused) > 0
+    assert hosts.b.alive()
+
+
+def test_garbled_frames_disturb_no_engine(hosts: TwoHosts, engine_pair: EnginePair) -> None:
+    """Sent to the engine's node, each on a connection of its own, which the node ends."""
+    pair = engine_pair
+    questions = itertools.cycle(known_to_a(hosts, pair, 3))
+    for garbage in hostile("frames", "node").values():
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(scaled(5.0))
+            stranger.connect(str(hosts.b.socket_path))
+            stranger.sendall(garbage)
+            loaded(pair.b, pair, next(questions), AT_ONCE_SECONDS)
+            with suppress(ConnectionResetError):
+                while stranger.recv(4096):  # a refusal may come before the end
+                    pass
+    encoded(pair.b, pair, pair.fresh(), AT_ONCE_SECONDS)
     assert hosts.b.alive()
 
 
