@@ -84,13 +84,16 @@ def stages_of(command: str, commit: str, names: Sequence[str] = ()) -> list[Stag
         Stage("this process", 120, pytest(*in_process, *apart, workers=8)),
         Stage("this process, vLLM", 90, pytest(*in_process, *IMPORT_VLLM, workers=2)),
     ]
-    with_processes = ["-m", f"processes and {USUAL}"]
+    checks, _, importing_vllm = quick
     usual = [
-        *quick,
-        # Most of these wait: for a lease, a timeout, the detection of a dead node.
-        Stage("processes", 900, pytest(*with_processes, *apart, workers=8)),
-        Stage("vLLM", 1200, pytest(*with_processes, *IMPORT_VLLM, workers=2)),
-        Stage("alone", 240, pytest("-m", "alone and not gpu and not part")),
+        checks,
+        importing_vllm,
+        # What needs only this process beside what starts others, most of which waits: for a lease,
+        # a timeout, the detection of a dead node. In one stage, since each of its workers imports
+        # all test files: 80 s of processor time.
+        Stage("without vLLM", 1020, pytest("-m", USUAL, *apart, workers=8)),
+        Stage("vLLM", 1200, pytest("-m", f"processes and {USUAL}", *IMPORT_VLLM, workers=2)),
+        Stage("alone", 240, pytest("-m", "alone and not gpu and not part", *marked_alone())),
     ]
     parts = parts_by_name()
     if command == "quick":
@@ -102,6 +105,14 @@ def stages_of(command: str, commit: str, names: Sequence[str] = ()) -> list[Stag
     if command == "part" and names and set(names) <= parts.keys():
         return [parts[name] for name in names]
     raise ValueError(f"usage: run_tests.py quick | test | all | part {' | '.join(parts)}")
+
+
+def marked_alone() -> list[str]:
+    """The files with such tests: to import all others would take longer than most of these."""
+    paths = sorted((ROOT / "tests").glob("*/test_*.py"))
+    return [
+        str(path.relative_to(ROOT)) for path in paths if "pytest.mark.alone" in path.read_text()
+    ]
 
 
 def parts_by_name() -> dict[str, Stage]:

@@ -22,6 +22,7 @@ from scripts.run_tests import (
     Limits,
     Stage,
     main,
+    marked_alone,
     part_of_commit,
     parts_by_name,
     run,
@@ -97,14 +98,36 @@ def test_what_imports_vllm_is_in_the_stage_of_its_own() -> None:
     assert all((ROOT / apart).exists() for apart in IMPORT_VLLM)
 
 
-def test_all_begins_with_what_quick_and_test_run() -> None:
+def test_every_test_that_runs_alone_is_in_a_file_of_that_stage() -> None:
+    """No suite that others inherit has one, nor is the mark spelt another way."""
+    of_stage = marked_alone()
+    assert of_stage
+    for path in (ROOT / "tests").glob("*/*.py"):
+        if re.search(r"\bmark\.alone\b", path.read_text()):
+            assert str(path.relative_to(ROOT)) in of_stage
+
+
+def test_all_begins_with_what_test_runs() -> None:
     names = {
-        command: [stage.name for stage in stages_of(command, "0")]
-        for command in ("quick", "test", "all")
+        command: [stage.name for stage in stages_of(command, "0")] for command in ("test", "all")
     }
-    assert names["test"][: len(names["quick"])] == names["quick"]
     assert names["all"][: len(names["test"]) - 1] == names["test"][:-1]
     assert names["test"][-1] in names["all"]
+
+
+def test_what_quick_runs_is_in_test_too() -> None:
+    """The tests that need only this process, in a stage with others."""
+    quick, test = (
+        {stage.name: list(stage.command) for stage in stages_of(command, "0")}
+        for command in ("quick", "test")
+    )
+    in_process = quick.pop("this process")
+    assert quick.items() <= test.items()
+    marked = in_process[in_process.index("-m", 3) + 1]
+    wider = test["without vLLM"]
+    assert marked == f"not processes and {wider[wider.index('-m', 3) + 1]}"
+    ignored = {word for word in in_process if word.startswith("--ignore=")}
+    assert {word for word in wider if word.startswith("--ignore=")} <= ignored
 
 
 @pytest.mark.parametrize("arguments", [[], ["everything"], ["part"], ["part", "nothing"]])
