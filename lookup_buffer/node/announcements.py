@@ -26,10 +26,10 @@ from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.locate import Locator
 from lookup_buffer.node.membership import Directory, Identity
-from lookup_buffer.node.owners import GONE, UNREACHED, Answer, Owners
 from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.registrar import Registrar
-from lookup_buffer.protocol.messages import InsertOutcome
+from lookup_buffer.node.takes import GONE, UNREACHED, Owners
+from lookup_buffer.protocol.messages import InsertOutcome, OwnerReply
 from lookup_buffer.times import INSERT_LEAST_SECONDS
 from store import GoneReason, Location, Publication
 
@@ -165,7 +165,7 @@ class Announcements:
         locations = () if located.record is None else located.record.locations
         return [at for at in locations if at.node != self.identity.node and not at.is_offer]
 
-    async def _ask(self, address: QualifiedKey, location: Location) -> Answer:
+    async def _ask(self, address: QualifiedKey, location: Location) -> OwnerReply:
         """Whether that node has the key: present or absent; else its fate."""
         endpoint = self.directory.endpoint(location)
         if endpoint is None:

@@ -57,6 +57,8 @@ class Item:
     checksum: int = 0
     pins: int = 0
     gone: bool = False
+    is_leased: bool = False
+    """Whether a taker has this hand-off: see `handoffs`."""
     handoff_bytes: int = 0
     """Bytes of a hand-off of this node that are charged to the share of hand-offs."""
     wanted_bytes: int = 0

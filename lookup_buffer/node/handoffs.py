@@ -14,22 +14,35 @@ Meanwhile it is offered: if its taker requests it, it may use the share of pins,
 stay. So a full share blocks neither takers nor the writers they wait for. There is no order:
 whatever fits is admitted.
 
-Takers are sessions of this node (`takes`) and connections of other nodes (`owners`). The lease's
-token is what a taker acknowledges with, also a client. Everything runs on the loop's thread.
+Takers are sessions of this node (`takes`) and connections of other nodes (`Askers`, admitted by
+`peers`). The lease's token is what a taker acknowledges with, also a client. Everything runs on the
+loop's thread.
 """
 
 import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
 
-from lookup_buffer.errors import BufferFull, ProtocolError
+from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.arena import PEER_OWNER, Arena, Item, Pin
+from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.links import Link
 from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.messages import (
+    Acknowledge,
+    GiveBack,
+    Holds,
+    Leave,
+    OwnerReply,
+    Take,
+    parse,
+)
 from lookup_buffer.times import PEER_PROGRESS_SECONDS, REMEMBERED_SECONDS
 from store import GoneReason
 
@@ -40,8 +53,33 @@ BYTES_PER_SECOND_MIN = 16e6
 a slow network, the lease lasts until the end of that, and as long again."""
 HANDOFF_OWNER = -3
 """Owner of the pins on leased items."""
+ABSENT: Final = OwnerReply("absent")
+TAKES_MAX: Final = 4096
+"""Bound on the queued takers of one other node."""
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+async def granted(grant: "asyncio.Future[T]", until: float | None, undo: Callable[[T], None]) -> T:
+    """The result of `grant`, which takes effect when it is set: also if that is in the turn of the
+    deadline. If it is in the turn of a cancellation, the result is undone. A grant that comes later
+    finds that it is cancelled.
+
+    Raises:
+        TimeoutError: there is no result at `until`, by the loop's clock.
+    """
+    try:
+        async with asyncio.timeout_at(until):
+            return await grant
+    except TimeoutError:
+        if grant.cancelled():
+            raise
+        return grant.result()
+    except asyncio.CancelledError:
+        if not grant.cancelled():
+            undo(grant.result())
+        raise
 
 
 @dataclass(slots=True, eq=False)
@@ -52,11 +90,14 @@ class Lease:
     held: Pin
     taker: Hashable
     seconds: float
-    until: float
     end: asyncio.TimerHandle
     won: bool = False
     is_sent: bool = False
     """Whether it was being sent to another node when it last ran out."""
+
+    @property
+    def until(self) -> float:
+        return self.end.when()
 
 
 @dataclass(slots=True, eq=False)
@@ -78,8 +119,6 @@ class Handoffs:
     lease_seconds: float
     _leases: dict[int, Lease] = field(default_factory=dict)
     """By token. Won leases stay for a while, since the winner may repeat its acknowledgement."""
-    _current: dict[QualifiedKey, Lease] = field(default_factory=dict)
-    """The lease on the item that is found at the address."""
     _queues: "dict[QualifiedKey, OrderedDict[asyncio.Future[Lease | None], Hashable]]" = field(
         default_factory=dict
     )
@@ -123,16 +162,7 @@ class Handoffs:
         told: asyncio.Future[Lease | None] = self.loop.create_future()
         self._queues.setdefault(address, OrderedDict())[told] = taker
         try:
-            async with asyncio.timeout_at(until):
-                return await told
-        except TimeoutError:
-            if told.cancelled():
-                raise
-            return told.result()
-        except asyncio.CancelledError:
-            if not told.cancelled() and (lease := told.result()) is not None:
-                self.give_back(lease.token)
-            raise
+            return await granted(told, until, self._decline)
         finally:
             self._leave(address, told)
 
@@ -177,8 +207,8 @@ class Handoffs:
 
     def leased(self, address: QualifiedKey) -> bool:
         """Whether a taker has the item now, so that it may become READY again."""
-        lease = self._current.get(address)
-        return lease is not None and not lease.held.item.gone
+        item = self.arena.peek(address)
+        return item is not None and item.is_leased
 
     # -- producers
 
@@ -192,14 +222,14 @@ class Handoffs:
         """
         address = arrival.address
         try:
-            return self._reserve(arrival, wanted=address in self._queues)
+            return self._reserve(arrival)
         except BufferFull:
             if self.loop.time() >= until:
                 raise
         arrival.admitted = self.loop.create_future()
         self._offers.setdefault(address, []).append(arrival)
         self.arena.offer(address, arrival.header)  # published, for takers on other nodes
-        self._try(arrival, wanted=address in self._queues)  # the first attempt may have made room
+        self._try(arrival)  # the first attempt may have made room
         return None
 
     async def admitted(self, arrival: Arrival, until: float) -> Item:
@@ -208,19 +238,11 @@ class Handoffs:
         Raises:
             BufferFull: there is none until `until`.
         """
-        admitted = arrival.admitted
-        assert admitted is not None
+        assert arrival.admitted is not None
         try:
-            async with asyncio.timeout_at(until):
-                return await admitted
+            return await granted(arrival.admitted, until, self.arena.abandon)
         except TimeoutError:
-            if not admitted.cancelled():
-                return admitted.result()
-            return self._reserve(arrival, wanted=arrival.address in self._queues)
-        except asyncio.CancelledError:
-            if not admitted.cancelled():
-                self.arena.abandon(admitted.result())
-            raise
+            return self._reserve(arrival)
 
     def landed(self, arrival: Arrival) -> None:
         """End its offer, if there was one. Idempotent."""
@@ -246,21 +268,22 @@ class Handoffs:
 
     # -- space
 
-    def _reserve(self, arrival: Arrival, *, wanted: bool) -> Item:
+    def _reserve(self, arrival: Arrival, *, wanted: bool = False) -> Item:
+        """`wanted`: a taker waits for it that is not queued."""
+        wanted = wanted or arrival.address in self._queues
         ttl_seconds = TTL_SECONDS if arrival.ttl_seconds is None else arrival.ttl_seconds
         return self.arena.reserve_handoff(
             arrival.address, arrival.header, ttl_seconds=ttl_seconds, wanted=wanted
         )
 
-    def _try(self, arrival: Arrival, *, wanted: bool) -> bool:
+    def _try(self, arrival: Arrival, *, wanted: bool = False) -> bool:
         """Returns whether it waits no longer for space."""
-        admitted = arrival.admitted
-        assert admitted is not None
-        if not admitted.done():  # else it was admitted, or dropped
-            try:
-                admitted.set_result(self._reserve(arrival, wanted=wanted))
-            except BufferFull:
-                return False
+        assert arrival.admitted is not None
+        try:
+            if not arrival.admitted.done():  # else it was admitted, or dropped
+                arrival.admitted.set_result(self._reserve(arrival, wanted=wanted))
+        except BufferFull:
+            return False
         return True
 
     def _room_came(self) -> None:
@@ -275,7 +298,7 @@ class Handoffs:
             nbytes, wanted = arrival.header.nbytes, arrival.address in self._queues
             if not wanted and refused_bytes is not None and nbytes >= refused_bytes:
                 continue  # there was no room for a smaller one
-            if not self._try(arrival, wanted=wanted) and not wanted:
+            if not self._try(arrival) and not wanted:
                 refused_bytes = nbytes
 
     # -- leases
@@ -307,20 +330,18 @@ class Handoffs:
         """A lease on the item, if it is READY. If it is only offered, space is made for it."""
         if address in self._held_back:
             return None
-        held = self.arena.hold(address, HANDOFF_OWNER)
-        if held is None:
+        item = self.arena.touch(address)
+        if item is None:
             for arrival in list(self._offers.get(address, ())):
                 self._try(arrival, wanted=True)
             return None
-        current = self._current.get(address)
-        if current is not None and current.held.item is held.item:
-            self.arena.release([held.ticket], HANDOFF_OWNER)
+        if item.is_leased:
             return None
+        held, item.is_leased = self.arena.pin(item, HANDOFF_OWNER), True
         token = secrets.randbits(63)
-        seconds = self.lease_seconds + held.item.nbytes / BYTES_PER_SECOND_MIN
+        seconds = self.lease_seconds + item.nbytes / BYTES_PER_SECOND_MIN
         end = self.loop.call_later(seconds, self._over, token)
-        lease = Lease(token, held, taker, seconds, self.loop.time() + seconds, end)
-        self._leases[token] = self._current[address] = lease
+        lease = self._leases[token] = Lease(token, held, taker, seconds, end)
         return lease
 
     def _find(self, token: int, taker: Hashable | None) -> Lease | None:
@@ -335,10 +356,13 @@ class Handoffs:
         was_sent, lease.is_sent = lease.is_sent, self.arena.is_pinned(lease.held.item, PEER_OWNER)
         if lease.is_sent or was_sent:  # after its last byte the taker has one more lease
             seconds = PEER_PROGRESS_SECONDS if lease.is_sent else lease.seconds
-            lease.until = self.loop.time() + seconds
-            lease.end = self.loop.call_at(lease.until, self._over, token)
+            lease.end = self.loop.call_later(seconds, self._over, token)
         else:
             self._give_back(lease)
+
+    def _decline(self, lease: Lease | None) -> None:
+        if lease is not None:
+            self.give_back(lease.token)
 
     def _give_back(self, lease: Lease) -> None:
         del self._leases[lease.token]
@@ -347,8 +371,87 @@ class Handoffs:
         self._let_go(lease)
 
     def _let_go(self, lease: Lease) -> None:
-        address = lease.held.item.address
-        if self._current.get(address) is lease:
-            del self._current[address]
+        lease.held.item.is_leased = False
         self.arena.release([lease.held.ticket], HANDOFF_OWNER)
-        self._serve(address)
+        self._serve(lease.held.item.address)
+
+
+@dataclass(slots=True)
+class Askers:
+    """The other nodes whose clients take hand-offs of this one."""
+
+    loop: asyncio.AbstractEventLoop
+    handoffs: Handoffs
+    counters: Counters
+    _takes: dict[Connection, dict[int, "asyncio.Task[None]"]] = field(default_factory=dict)
+    """The queued takers of each node, by the id of their `Take`."""
+
+    def __len__(self) -> int:
+        """The number of their connections."""
+        return len(self._takes)
+
+    def admit(self, link: Link) -> Connection:
+        """Serve requests on `link` until it ends."""
+        connection = Connection(self.loop, link.stream, self._on_message, self._ended, link.macs)
+        self._takes[connection] = {}
+        return connection
+
+    def close(self) -> None:
+        for connection in list(self._takes):
+            connection.end(None)
+
+    def _on_message(self, connection: Connection, message: Any) -> None:
+        match parse(message):
+            case Take() as request:
+                self._take(connection, request)
+            case Acknowledge() as request:
+                won = self.handoffs.acknowledge(request.token)
+                _reply(connection, request.id, OwnerReply("won" if won else "lost"))
+            case GiveBack() as request:
+                self.handoffs.give_back(request.token)
+            case Holds() as request:
+                held = self.handoffs.arena.holds((request.namespace, request.key))
+                _reply(connection, request.id, OwnerReply("present") if held else ABSENT)
+            case Leave() as request:
+                take = self._takes[connection].pop(request.take, None)
+                if take is not None:
+                    take.cancel()
+                    _reply(connection, request.take, ABSENT)
+            case request:
+                raise ProtocolError(f"{request.op} is not a request between nodes")
+
+    def _ended(self, connection: Connection, error: LookupBufferError | None) -> None:
+        if isinstance(error, ProtocolError):
+            self.counters.add("protocol_errors")
+        self._takes.pop(connection, None)
+        self.handoffs.end(connection)
+
+    def _take(self, connection: Connection, request: Take) -> None:
+        takes = self._takes[connection]
+        if len(takes) >= TAKES_MAX:
+            raise ProtocolError(f"more than {TAKES_MAX} takers of one node are queued")
+        lease = self.handoffs.take((request.namespace, request.key), connection)
+        if lease is not None or not request.wait_seconds:
+            _reply(connection, request.id, _granted(lease))
+            return
+        take = connection.start(self._queue(connection, request))
+        if take is not None:
+            takes[request.id] = take
+
+    async def _queue(self, connection: Connection, request: Take) -> None:
+        lease = await self.handoffs.queue((request.namespace, request.key), connection)
+        self._takes[connection].pop(request.id, None)
+        _reply(connection, request.id, _granted(lease))
+
+
+def _reply(connection: Connection, request_id: int, reply: OwnerReply) -> None:
+    connection.send({"id": request_id} | reply._asdict())
+
+
+def _granted(lease: Lease | None) -> OwnerReply:
+    if lease is None:
+        return ABSENT
+    item = lease.held.item
+    return OwnerReply(
+        "leased", lease.token, lease.seconds, item.generation, item.checksum, item.nbytes
+    )

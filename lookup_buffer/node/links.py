@@ -1,7 +1,7 @@
 """Connections between nodes, dialled or accepted on the loop, until their handshake is done.
 
 `dial` connects to another node, `greet` is the accepting side. Both return a socket with the MACs
-of its later frames. Called by `transfer` and `peers` (tensors), and by `owners` (hand-offs).
+of its later frames. Called by `transfer` and `peers` (tensors), and by `takes` (hand-offs).
 `ThreadPool` has the threads that move bytes over them.
 """
 

@@ -8,7 +8,7 @@ by many and not drawn, nor is `connection` to other nodes.
       server ─► arena                               pins
       server ─► insert ─► arena                     insert; copies above 512 KiB [lb-copy]
                ├─► handoffs                         hand-offs that wait for space
-               ├─► announcements ─► owners          ownership of a hand-off; queries the other owner
+               ├─► announcements ─► takes           ownership of a hand-off; queries the other owner
                ├─► claims ─► read                   a stored output ends its claim
                └─► read, locate                     readers of the key continue
       server ─► read ─► arena                       select and has_caches of what is here
@@ -20,18 +20,18 @@ by many and not drawn, nor is `connection` to other nodes.
                └─► devices                          transfers from device to device
       server ─► takes ─► handoffs ─► arena          drop_select of an item of this node
                ├─► locate, transfer                 of another node's
-               └─► owners ─► other nodes            its owner
+               └─► other nodes                      its owner
       server ─► claims ─► arbiter ─► store          claims, over the mirror's connections if any
       server, claims, announcements ─► registrar    marks keys as changed (dirty_set); so do arena,
                                                     devices and peers, through node
-      node ─► membership, locate, owners, http      ticks, 4 times a second
+      node ─► membership, locate, takes, http       ticks, 4 times a second
 
       registrar ─► membership, publisher ─► store    heartbeats, records, statistics
                ├─► publisher ─► announcements       the store's replies on hand-offs
                └─► devices                          other nodes' device pools
 
     other nodes ─► peers ─► arena                   sends tensors [lb-send]
-                    └─► owners ─► handoffs          takers of other nodes
+                    └─► handoffs                    takers of other nodes
     Prometheus, probes, browsers ─► the dashboard's process, which `http` keeps running
                      ├─► server                     /metrics and /healthz, by a message
                      └─► store                      the page
@@ -60,20 +60,19 @@ from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims, HeldClaims
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes, Pools
-from lookup_buffer.node.handoffs import Handoffs
+from lookup_buffer.node.handoffs import Askers, Handoffs
 from lookup_buffer.node.http import HttpProcess
 from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.locate import LOOK_AGAIN_SECONDS, POLL_SECONDS, Locator, Waiting
 from lookup_buffer.node.loop import BlockedLog, NodeLoop
 from lookup_buffer.node.membership import Directory, Identity
-from lookup_buffer.node.owners import Askers, Owners
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.server import Server
 from lookup_buffer.node.storage import Storage
-from lookup_buffer.node.takes import Takes
+from lookup_buffer.node.takes import Owners, Takes
 from lookup_buffer.node.transfer import Fetcher
 from lookup_buffer.runtime import LOG_FORMAT
 from lookup_buffer.shm.index import RemoteIndex

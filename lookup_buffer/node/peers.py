@@ -23,10 +23,10 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import PEER_OWNER, Arena, Pin
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.handoffs import Askers
 from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, ThreadPool, greet
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.membership import Directory, Identity
-from lookup_buffer.node.owners import Askers
 from lookup_buffer.protocol.acceptor import RETRY_SECONDS, listening_socket
 from lookup_buffer.protocol.auth import Purpose
 from lookup_buffer.protocol.fields import is_fingerprint

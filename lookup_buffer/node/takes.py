@@ -8,26 +8,261 @@ detects it.
 
 The client gets the token of the owner's lease, which only its own session can use here. Only the
 owner decides: if the connection breaks during an acknowledgement, it is repeated over a new one,
-until no taker could still win. Called by `server` on the loop's thread.
+until no taker could still win.
+
+Requests to an owner are multiplexed on one connection, since a taker may be queued for long. When
+it ends, its pending requests get UNREACHED, and the owner gives the leases on it back. A connection
+that ends or cannot be made does not mean that the node is dead; only `membership` judges that.
+
+Called by `server` and `announcements` on the loop's thread.
 """
 
 import asyncio
-from contextlib import suppress
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
-from lookup_buffer.errors import MissReason
+from lookup_buffer.errors import LookupBufferError, MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena, Pin
 from lookup_buffer.node.connection import Connection, Session
-from lookup_buffer.node.handoffs import Handoffs, Lease
+from lookup_buffer.node.handoffs import Handoffs, Lease, granted
+from lookup_buffer.node.links import HANDOFFS, dial
 from lookup_buffer.node.locate import Located, Locator, Waiting
 from lookup_buffer.node.membership import Directory, Identity
-from lookup_buffer.node.owners import UNREACHED, Answer, Owners, again_seconds
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Source, Wanted
-from lookup_buffer.protocol.messages import Take
-from lookup_buffer.times import CALL_SECONDS, LEASE_ANSWER_SECONDS, NODE_SHARE
+from lookup_buffer.protocol.messages import (
+    Acknowledge,
+    GiveBack,
+    Holds,
+    Leave,
+    OwnerReply,
+    Request,
+    Take,
+)
+from lookup_buffer.times import (
+    CALL_SECONDS,
+    LEASE_ANSWER_SECONDS,
+    NODE_SHARE,
+    OWNER_IDLE_SECONDS,
+)
+from store import Location
+
+AGAIN_SECONDS: Final = 0.05
+AGAIN_SECONDS_MAX: Final = 0.4
+AGAIN_PART_MIN: Final = 0.25
+"""Jitter: a pause is at least this fraction of its maximum."""
+GONE: Final = OwnerReply("gone")
+UNREACHED: Final = OwnerReply("unreached")
+
+
+def again_seconds(failures: int) -> float:
+    """The pause before the next attempt, in seconds, after so many failures in a row.
+
+    With jitter. Attempts at even intervals can all meet the refusals of an owner that accepts
+    connections in the same rhythm. An acknowledgement then stays unanswered until it expires.
+    """
+    longest = min(AGAIN_SECONDS_MAX, AGAIN_SECONDS * 2.0 ** min(failures - 1, 10))
+    return longest * random.uniform(AGAIN_PART_MIN, 1.0)
+
+
+# -- the connection to an owner
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """One boot of another node, and the connection to it.
+
+    The connection is made for the first request. After its end, or a failed attempt, it is made
+    again for the next request, after a pause.
+    """
+
+    location: Location
+    endpoint: str
+    loop: asyncio.AbstractEventLoop
+    token: str | None
+    _used_until: float = 0.0
+    """The end of the last lease on it, or the time of the last message."""
+    _connection: Connection | None = None
+    _connecting: "asyncio.Task[None] | None" = None
+    _failures: int = 0
+    """Connections that failed or ended since the last reply."""
+    _not_before: float = 0.0
+    _transfers: int = 0
+    """Of items that are leased on it."""
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _asked: dict[int, tuple[Request, "asyncio.Future[OwnerReply]"]] = field(default_factory=dict)
+    """Requests without a reply; without a connection they are sent once there is one."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no requests or leases, and has had none for OWNER_IDLE_SECONDS."""
+        is_used = self._asked or self._transfers
+        return not is_used and self.loop.time() > self._used_until + OWNER_IDLE_SECONDS
+
+    async def take(self, address: QualifiedKey, until: float) -> OwnerReply:
+        """Take the item at `address`, or queue for it until `until`, by the loop's clock.
+
+        At the deadline the owner is sent `Leave`, and answers that: only this shows that it did
+        receive the Take. A lease that no one here gets is given back.
+        """
+        patience = max(0.0, until - self.loop.time())
+        request = Take(next(self._numbers), *address, patience)
+        asked = self._ask(request)
+        leave = self.loop.call_at(until, self._leave, request.id) if patience else None
+        try:
+            return await granted(asked, until + NODE_SHARE * CALL_SECONDS, self._decline)
+        except TimeoutError:
+            return UNREACHED
+        finally:
+            if leave is not None:
+                leave.cancel()
+            if asked.cancelled():
+                self._leave(request.id)
+
+    @contextmanager
+    def transferring(self, lease_seconds: float) -> Iterator[None]:
+        """Keep the connection during a transfer, however long it takes, and for the lease that
+        its taker has then: with the connection the lease would end."""
+        self._transfers += 1
+        try:
+            yield
+        finally:
+            self._transfers -= 1
+            self._use(lease_seconds)
+
+    def acknowledge(self, token: int) -> "asyncio.Future[OwnerReply]":
+        return self._ask(Acknowledge(next(self._numbers), token))
+
+    def holds(self, address: QualifiedKey) -> "asyncio.Future[OwnerReply]":
+        """Whether it has the item: present or absent."""
+        return self._ask(Holds(next(self._numbers), *address))
+
+    def give_back(self, token: int) -> None:
+        """Without a connection it is not needed: with its end the owner has the item back."""
+        self._say(GiveBack(next(self._numbers), token))
+
+    def end(self, answer: OwnerReply) -> None:
+        """Answer all pending requests with `answer`, and close the connection. Idempotent."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._answer_all(answer)
+        if self._connection is not None:
+            self._connection.end(None)
+
+    def _ask(self, request: Request) -> "asyncio.Future[OwnerReply]":
+        """Send a request; the result is its answer, or its fate."""
+        answer: asyncio.Future[OwnerReply] = self.loop.create_future()
+        self._asked[request.id] = request, answer
+        self._use(0.0)
+        if self._connection is not None:
+            self._connection.send(request.to_wire())
+        elif self._connecting is None or self._connecting.done():
+            self._connecting = self.loop.create_task(self._connect())
+        return answer
+
+    def _say(self, request: Request) -> None:
+        if self._connection is not None:
+            self._use(0.0)
+            self._connection.send(request.to_wire())
+
+    def _leave(self, take: int) -> None:
+        """The taker of `take`, the id of a `Take`, waits no longer. If it has been sent, it is
+        still answered."""
+        if self._connection is None:
+            _, asked = self._asked.pop(take, (None, None))
+            if asked is not None:
+                _set(asked, UNREACHED)
+        self._say(Leave(next(self._numbers), take))
+
+    async def _connect(self) -> None:
+        if (pause := self._not_before - self.loop.time()) > 0:
+            await asyncio.sleep(pause)
+        if not self._asked:
+            return
+        try:
+            link = await dial(self.loop, self.location, self.endpoint, HANDOFFS, self.token)
+        except (LookupBufferError, ValueError):  # the endpoint is no address
+            self._unreached()
+            return
+        self._connection = connection = Connection(
+            self.loop, link.stream, self._on_message, lambda *_: self._unreached(), link.macs
+        )
+        for request, _ in list(self._asked.values()):
+            connection.send(request.to_wire())
+
+    def _unreached(self) -> None:
+        """The connection could not be made, or ended."""
+        self._connection = None
+        self._failures += 1
+        self._not_before = self.loop.time() + again_seconds(self._failures)
+        self._answer_all(UNREACHED)
+
+    def _on_message(self, connection: Connection, message: Any) -> None:
+        number, answer = OwnerReply.parse(message)
+        self._failures = 0
+        self._use(answer.lease_seconds)
+        _, asked = self._asked.pop(number, (None, None))
+        if asked is not None and not _set(asked, answer):
+            self._decline(answer)
+
+    def _decline(self, answer: OwnerReply) -> None:
+        """Its request was cancelled."""
+        if answer.state == "leased":
+            self.give_back(answer.token)
+
+    def _answer_all(self, answer: OwnerReply) -> None:
+        all_asked, self._asked = self._asked, {}
+        for _, asked in all_asked.values():
+            _set(asked, answer)
+
+    def _use(self, seconds: float) -> None:
+        self._used_until = max(self._used_until, self.loop.time() + seconds)
+
+
+def _set(asked: "asyncio.Future[OwnerReply]", answer: OwnerReply) -> bool:
+    """False: its request was cancelled."""
+    if not asked.done():
+        asked.set_result(answer)
+    return not asked.cancelled()
+
+
+@dataclass(slots=True)
+class Owners:
+    loop: asyncio.AbstractEventLoop
+    directory: Directory
+    token: str | None
+    _owners: dict[tuple[str, str], Owner] = field(default_factory=dict)
+
+    def at(self, location: Location, endpoint: str) -> Owner:
+        """The owner of `location`. To be used at once: an idle one is replaced."""
+        boot = (location.node, location.boot)
+        owner = self._owners.get(boot)
+        if owner is None:
+            owner = self._owners[boot] = Owner(location, endpoint, self.loop, self.token)
+        return owner
+
+    def tick(self) -> None:
+        """Close the connections to dead nodes, and idle ones. To be called a few times a second."""
+        for owner in list(self._owners.values()):
+            if self.directory.is_replaced(owner.location):
+                self._end(owner, GONE)
+            elif owner.is_idle or self.directory.is_dead(owner.location):
+                self._end(owner, UNREACHED)
+
+    def close(self) -> None:
+        for owner in list(self._owners.values()):
+            self._end(owner, UNREACHED)
+
+    def _end(self, owner: Owner, answer: OwnerReply) -> None:
+        del self._owners[owner.location.node, owner.location.boot]
+        owner.end(answer)
+
+
+# -- takes
 
 
 class Taken(NamedTuple):
@@ -39,24 +274,16 @@ class Taken(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _RemoteLease:
-    """A client's lease at another owner, until no acknowledgement of it could still win."""
+class RemoteLease:
+    """A session's lease at another owner. It is kept from the end of the transfer until no
+    acknowledgement of it could still win."""
 
     session: Session
     source: Source
-    until: float
+    granted: OwnerReply
+    until: float = 0.0
     won: "asyncio.Task[bool] | None" = None
     """The acknowledgement."""
-
-
-class _Take(NamedTuple):
-    """One request, while it waits."""
-
-    connection: Connection
-    session: Session
-    number: int
-    address: QualifiedKey
-    until: float
 
 
 @dataclass(slots=True)
@@ -70,7 +297,7 @@ class Takes:
     identity: Identity
     waiting: Waiting
     fetcher: Fetcher
-    _remote: dict[int, _RemoteLease] = field(default_factory=dict)
+    _remote: dict[int, RemoteLease] = field(default_factory=dict)
     """By token."""
 
     # -- take
@@ -91,13 +318,15 @@ class Takes:
         transfer from another node, its bytes are announced on `connection`."""
         address = (request.namespace, request.key)
         until = self.loop.time() + request.wait_seconds
-        take = _Take(connection, session, request.id, address, until)
         failures = 0
         """In a row, by causes whose end is not notified: a peer or the store failed, or the arena
         was full."""
         with self.waiting.changes(address, until) as changed:
             while True:
-                found = await self._attempt(take)
+                found: Taken | RemoteLease | MissReason
+                found = await self._attempt(session, address, until)
+                if isinstance(found, RemoteLease):
+                    found = await self._fetch(connection, request, found)
                 if isinstance(found, Taken) or found is MissReason.OWNER_DEAD:
                     return found
                 if self.loop.time() >= until:
@@ -107,22 +336,38 @@ class Takes:
                     async with asyncio.timeout(again_seconds(failures) if failures else None):
                         await changed()
 
-    async def _attempt(self, take: _Take) -> Taken | MissReason:
+    async def _attempt(
+        self, session: Session, address: QualifiedKey, until: float
+    ) -> Taken | RemoteLease | MissReason:
         """Try this node and then the others; at each, queue until the deadline."""
         try:
-            lease = await self.handoffs.queue(take.address, take.session, take.until)
+            lease = await self.handoffs.queue(address, session, until)
         except TimeoutError:
-            return MissReason.TAKEN if self.handoffs.leased(take.address) else MissReason.ABSENT
+            return MissReason.TAKEN if self.handoffs.leased(address) else MissReason.ABSENT
         if lease is not None:
-            return self._hand_over(take.session, lease)
-        if self.handoffs.leased(take.address):
+            return self._hand_over(session, lease)
+        if self.handoffs.leased(address):
             return MissReason.TAKEN
         try:
-            async with asyncio.timeout_at(take.until + NODE_SHARE * CALL_SECONDS):
-                (located,) = await self.locator.locate([take.address])
+            async with asyncio.timeout_at(until + NODE_SHARE * CALL_SECONDS):
+                (located,) = await self.locator.locate([address])
         except TimeoutError:
             return MissReason.STORE_DOWN
-        return await self._take_from(take, located)
+        is_unreached = False
+        for source in (sources := [*located.sources, *located.offers]):
+            is_early = self.loop.time() < until
+            answer = await self.owners.at(*source).take(address, until)
+            if answer.state == "leased":
+                return RemoteLease(session, source, answer)
+            if answer.state == "absent":
+                self.locator.forget(address)
+            else:
+                is_unreached = True
+            if is_early and self.loop.time() >= until:  # it was queued there
+                return MissReason.PEER_FAILED if is_unreached else MissReason.TAKEN
+        if not sources:
+            return self._reason(located)
+        return MissReason.PEER_FAILED if is_unreached else MissReason.ABSENT
 
     def _hand_over(self, session: Session, lease: Lease) -> Taken:
         try:
@@ -131,26 +376,6 @@ class Takes:
             self.handoffs.give_back(lease.token)
             raise
         return Taken(held, lease.token, lease.seconds)
-
-    # -- take from another node
-
-    async def _take_from(self, take: _Take, located: Located) -> Taken | MissReason:
-        sources = [*located.sources, *located.offers]
-        if not sources:
-            return self._reason(located)
-        is_unreached = False
-        for source in sources:
-            is_early = self.loop.time() < take.until
-            answer = await self.owners.at(*source).take(take.address, take.until)
-            if answer.state == "leased":
-                return await self._fetch(take, source, answer)
-            if answer.state == "absent":
-                self.locator.forget(take.address)
-            else:
-                is_unreached = True
-            if is_early and self.loop.time() >= take.until:  # it was queued there
-                return MissReason.PEER_FAILED if is_unreached else MissReason.TAKEN
-        return MissReason.PEER_FAILED if is_unreached else MissReason.ABSENT
 
     def _reason(self, located: Located) -> MissReason:
         """Why no node can be queried. Locations of this node itself are out of date."""
@@ -164,48 +389,43 @@ class Takes:
             return MissReason.OWNER_DEAD
         return MissReason.PEER_FAILED
 
-    async def _fetch(self, take: _Take, source: Source, answer: Answer) -> Taken | MissReason:
+    async def _fetch(
+        self, connection: Connection, request: Take, lease: RemoteLease
+    ) -> Taken | MissReason:
         """Fetch the leased item; the lease is given back unless the client gets it."""
-        location, endpoint = source
-        exactly = location._replace(generation=answer.generation, checksum=answer.checksum)
-        taken: Taken | None = None
+        (_, token, seconds, generation, checksum, nbytes), taken = lease.granted, None
+        location, endpoint = lease.source
+        exactly = location._replace(generation=generation, checksum=checksum)
         try:
             with (
-                take.connection.fetching(take.number, answer.nbytes),
-                self.owners.at(*source).transferring(answer.lease_seconds),
+                connection.fetching(request.id, nbytes),
+                self.owners.at(*lease.source).transferring(seconds),
             ):
-                fetched = await self._fetched(take.address, Located(None, ((exactly, endpoint),)))
+                located = Located(None, ((exactly, endpoint),))
+                fetched = await self._loan((request.namespace, request.key), located)
             if fetched.held is None:
                 return fetched.reason or MissReason.PEER_FAILED
             try:
-                held = self.arena.pin(fetched.held.item, take.session.id)
+                held = self.arena.pin(fetched.held.item, lease.session.id)
             finally:
                 self._release(fetched)
-            taken = Taken(held, answer.token, answer.lease_seconds)
+            taken = Taken(held, token, seconds)
         finally:
             if taken is None:
-                self.owners.at(*source).give_back(answer.token)
-        until = self.loop.time() + answer.lease_seconds + LEASE_ANSWER_SECONDS
-        self._remote[answer.token] = _RemoteLease(take.session, source, until)
-        self.loop.call_at(until, self._remote.pop, answer.token, None)
+                self.owners.at(*lease.source).give_back(token)
+        lease.until = self.loop.time() + seconds + LEASE_ANSWER_SECONDS
+        self._remote[token] = lease
+        self.loop.call_at(lease.until, self._remote.pop, token, None)
         return taken
 
-    async def _fetched(self, address: QualifiedKey, located: Located) -> Fetched:
+    async def _loan(self, address: QualifiedKey, located: Located) -> Fetched:
         came: asyncio.Future[Fetched] = self.loop.create_future()
-        done = partial(self._came, came)
-        self.fetcher.fetch([Wanted(address, located, done, loan=True)])
+        self.fetcher.fetch([Wanted(address, located, came.set_result, loan=True)])
         try:
-            return await came
+            return await asyncio.shield(came)
         except asyncio.CancelledError:
-            if not came.cancelled():
-                self._release(came.result())
+            came.add_done_callback(lambda came: self._release(came.result()))
             raise
-
-    def _came(self, came: "asyncio.Future[Fetched]", fetched: Fetched) -> None:
-        if came.done():  # the request was cancelled
-            self._release(fetched)
-        else:
-            came.set_result(fetched)
 
     def _release(self, fetched: Fetched) -> None:
         if fetched.held is not None:
@@ -225,7 +445,7 @@ class Takes:
             lease.won = self.loop.create_task(self._acknowledge(lease, token))
         return lease.won.result() if lease.won.done() else lease.won
 
-    async def _acknowledge(self, lease: _RemoteLease, token: int) -> bool:
+    async def _acknowledge(self, lease: RemoteLease, token: int) -> bool:
         answer = UNREACHED
         with suppress(TimeoutError):
             async with asyncio.timeout_at(lease.until):

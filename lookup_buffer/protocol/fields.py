@@ -156,6 +156,13 @@ CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
 }
 
 
+_OWNER_STATES = ["leased", "absent", "present", "won", "lost"]
+REPLY_CHECKS: Final = (
+    _OWNER_STATES.__contains__, is_count, is_seconds, is_count, CHECKS["checksum"], is_count
+)  # fmt: skip
+"""For the fields of an `OwnerReply`, in their order."""
+
+
 def split(keys: Sequence[str], nbytes_max: int = KEYS_BYTES_MAX) -> Iterator[Sequence[str]]:
     """Any number of keys, split into parts that fit one request each."""
     start = nbytes = 0

@@ -16,7 +16,7 @@ from enum import Enum, StrEnum
 from typing import Any, ClassVar, Final, NamedTuple
 
 from lookup_buffer.errors import ProtocolError
-from lookup_buffer.protocol.fields import CHECKS, is_count
+from lookup_buffer.protocol.fields import CHECKS, REPLY_CHECKS, is_count
 
 VERSION: Final = 9
 
@@ -412,6 +412,35 @@ class Received(SessionRequest):
     ticket: int
     reason: str
     source: int
+
+
+class OwnerReply(NamedTuple):
+    """The owner node's reply to another node: `leased` or `absent` to a `Take`, `won` or `lost` to
+    an `Acknowledge`, `present` or `absent` to a `Holds`.
+
+    Or the fate of the request, which is never sent: `gone`, another boot replaced the owner, so
+    there will never be a reply; `unreached`, the owner may or may not have received it.
+    """
+
+    state: str
+    token: int = 0
+    lease_seconds: float = 0.0
+    generation: int = 0
+    checksum: int = 0
+    nbytes: int = 0
+
+    @classmethod
+    def parse(cls, message: object) -> tuple[int, "OwnerReply"]:
+        """(number of the request, reply) from a decoded frame.
+
+        Raises:
+            ProtocolError: it is not a valid reply.
+        """
+        if isinstance(message, dict) and is_count(message.get("id")):
+            reply = cls(*(message.get(name, 0) for name in cls._fields))
+            if all(check(value) for check, value in zip(REPLY_CHECKS, reply, strict=True)):
+                return message["id"], reply
+        raise ProtocolError("the message is not an owner's reply")
 
 
 def parse(message: object) -> Request:

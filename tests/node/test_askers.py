@@ -20,14 +20,13 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.node import owners
+from lookup_buffer.node import takes
 from lookup_buffer.node.links import Link
-from lookup_buffer.node.owners import (
+from lookup_buffer.node.takes import (
     AGAIN_PART_MIN,
     AGAIN_SECONDS,
     AGAIN_SECONDS_MAX,
     UNREACHED,
-    Answer,
     Owner,
 )
 from lookup_buffer.protocol.auth import Purpose, connect
@@ -37,6 +36,7 @@ from lookup_buffer.protocol.messages import (
     GiveBack,
     Holds,
     Leave,
+    OwnerReply,
     Request,
     Stats,
     Take,
@@ -64,8 +64,8 @@ class Asker:
         message = request if isinstance(request, dict) else request.to_wire()
         self.link.send(message, timeout=5.0)
 
-    def receive(self) -> tuple[int, Answer]:
-        return Answer.parse(self.link.recv_header(timeout=5.0).header)
+    def receive(self) -> tuple[int, OwnerReply]:
+        return OwnerReply.parse(self.link.recv_header(timeout=5.0).header)
 
     def take(self, name: TensorKey, wait_seconds: float = 0.0, number: int = 1) -> None:
         self.send(Take(number, NAMESPACE, name.text, wait_seconds))
@@ -100,18 +100,18 @@ def test_an_owner_reports_whether_it_has_the_item(producer: Producer) -> None:
     name, asker = handoff(), Asker(owner, buffer.boot)
     with asker.link:
         asker.send(Holds(1, NAMESPACE, name.text))
-        assert asker.receive() == (1, Answer("absent"))
+        assert asker.receive() == (1, OwnerReply("absent"))
         buffer.insert(name, torch.ones(3))
         asker.send(Holds(2, NAMESPACE, name.text))
-        assert asker.receive() == (2, Answer("present"))
+        assert asker.receive() == (2, OwnerReply("present"))
         asker.take(name, number=3)
         _, leased = asker.receive()
         asker.send(Holds(4, NAMESPACE, name.text))
-        assert asker.receive() == (4, Answer("present")), "it may be had again"
+        assert asker.receive() == (4, OwnerReply("present")), "it may be had again"
         asker.send(Acknowledge(5, leased.token))
-        assert asker.receive() == (5, Answer("won"))
+        assert asker.receive() == (5, OwnerReply("won"))
         asker.send(Holds(6, NAMESPACE, name.text))
-        assert asker.receive() == (6, Answer("absent"))
+        assert asker.receive() == (6, OwnerReply("absent"))
 
 
 def test_a_take_and_its_acknowledgement(producer: Producer) -> None:
@@ -119,19 +119,21 @@ def test_a_take_and_its_acknowledgement(producer: Producer) -> None:
     name, asker = handoff(), Asker(owner, buffer.boot)
     with asker.link:
         asker.take(name)
-        assert asker.receive() == (1, Answer("absent"))
+        assert asker.receive() == (1, OwnerReply("absent"))
         buffer.insert(name, torch.arange(10, dtype=torch.uint8))
         asker.take(name, number=2)
         number, answer = asker.receive()
         assert (number, answer.state, answer.nbytes) == (2, "leased", 10)
         assert answer.lease_seconds == pytest.approx(30.0, abs=0.1)
         asker.take(name, number=3)
-        assert asker.receive() == (3, Answer("absent")), "another has it, and this one cannot wait"
+        assert asker.receive() == (3, OwnerReply("absent")), (
+            "another has it, and this one cannot wait"
+        )
         for number in (4, 5):
             asker.send(Acknowledge(number, answer.token))
-            assert asker.receive() == (number, Answer("won"))
+            assert asker.receive() == (number, OwnerReply("won"))
         asker.send(Acknowledge(6, answer.token + 1))
-        assert asker.receive() == (6, Answer("lost"))
+        assert asker.receive() == (6, OwnerReply("lost"))
         with pytest.raises(MissingTensor):
             buffer.drop_select(name)
 
@@ -145,7 +147,7 @@ def test_a_taker_that_leaves_the_queue_gets_an_answer(producer: Producer) -> Non
         _, answer = asker.receive()
         asker.take(name, 20.0, number=2)
         asker.send(Leave(3, 2))
-        assert asker.receive() == (2, Answer("absent"))
+        assert asker.receive() == (2, OwnerReply("absent"))
         asker.send(Leave(4, 77))  # no such request
         asker.take(name, 20.0, number=5)
         asker.send(GiveBack(6, answer.token))
@@ -153,7 +155,7 @@ def test_a_taker_that_leaves_the_queue_gets_an_answer(producer: Producer) -> Non
         assert (number, again.state) == (5, "leased")
         assert again.token != answer.token
         asker.send(Acknowledge(7, answer.token))
-        assert asker.receive() == (7, Answer("lost"))
+        assert asker.receive() == (7, OwnerReply("lost"))
     assert buffer.drop_select(name, timeout=5.0) is not None, "with the link went what it had"
 
 
@@ -190,7 +192,7 @@ def test_garbage_ends_only_its_own_connection(producer: Producer, message: dict[
         number, answer = other.receive()
         assert (number, answer.state) == (1, "leased")
         other.send(Acknowledge(2, answer.token))
-        assert other.receive() == (2, Answer("won"))
+        assert other.receive() == (2, OwnerReply("won"))
 
 
 def test_an_unexpected_payload_ends_the_connection(producer: Producer) -> None:
@@ -218,7 +220,7 @@ def test_an_unexpected_payload_ends_the_connection(producer: Producer) -> None:
 )
 def test_a_message_that_no_owner_sends_is_refused(answer: object) -> None:
     with pytest.raises(ProtocolError):
-        Answer.parse(answer)
+        OwnerReply.parse(answer)
 
 
 class AheadOfTime(asyncio.SelectorEventLoop):
@@ -248,7 +250,7 @@ def dialled(monkeypatch: pytest.MonkeyPatch) -> "list[asyncio.Future[Link]]":
         dialled.append(loop.create_future())
         return await dialled[-1]
 
-    monkeypatch.setattr(owners, "dial", dial)
+    monkeypatch.setattr(takes, "dial", dial)
     return dialled
 
 
@@ -329,7 +331,7 @@ def test_a_request_without_an_answer_ends_soon_after_its_deadline(
 def test_attempts_to_connect_are_rate_limited_and_end_with_the_requests(
     dialled: "list[asyncio.Future[Link]]",
 ) -> None:
-    loop, asked = VirtualLoop(), list[asyncio.Task[Answer]]()
+    loop, asked = VirtualLoop(), list[asyncio.Task[OwnerReply]]()
     owner = Owner(AT, ENDPOINT, loop, None)
     for attempt in range(10):
         asked.append(loop.create_task(owner.take(ADDRESS, loop.time() + 5.0)))

@@ -18,7 +18,7 @@ from lookup_buffer.config import parse_tcp
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.handoffs import Handoffs
-from lookup_buffer.node.owners import Askers
+from lookup_buffer.node.handoffs import Askers
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.protocol.auth import Purpose, connect

@@ -14,10 +14,9 @@ from lookup_buffer.errors import NodeRefused, PipeError
 from lookup_buffer.node import peers
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.handoffs import Handoffs
+from lookup_buffer.node.handoffs import Askers, Handoffs
 from lookup_buffer.node.links import HANDOFFS, TENSORS, dial
 from lookup_buffer.node.membership import Directory, Identity
-from lookup_buffer.node.owners import Askers
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.protocol.auth import Purpose, connect
 from lookup_buffer.protocol.framing import encode_frame

@@ -110,7 +110,6 @@ def owner() -> Iterator[Owner]:
     owner.loop.run(1000.0)
     assert owner.at_rest(), "when all leases are over nothing is held"
     assert not owner.handoffs._leases
-    assert not owner.handoffs._current
     assert not owner.handoffs._queues
     owner.arena.remove_expired()
     assert owner.arena.gauges().handoff_bytes == 0

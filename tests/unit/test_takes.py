@@ -13,15 +13,14 @@ import pytest
 from cancelling import cancel_at_each_wait
 from lookup_buffer.errors import LookupBufferError, MissReason, PipeBroken
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node import links, owners
+from lookup_buffer.node import handoffs, links, takes
 from lookup_buffer.node.arena import PEER_OWNER, Arena, Pin
 from lookup_buffer.node.connection import Connection, Session
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.handoffs import Handoffs
+from lookup_buffer.node.handoffs import Askers, Handoffs
 from lookup_buffer.node.locate import Located, Waiting
 from lookup_buffer.node.membership import Identity
-from lookup_buffer.node.owners import Askers, Owners
-from lookup_buffer.node.takes import Taken, Takes
+from lookup_buffer.node.takes import Owners, Taken, Takes
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Wanted
 from lookup_buffer.protocol.auth import Purpose
 from lookup_buffer.protocol.header import TensorHeader
@@ -136,8 +135,9 @@ class Pair:
         self.is_remote = is_remote
         self.watches: list[Callable[[], None]] = []
         self.link = Link(self.there)
-        monkeypatch.setattr(owners, "Connection", InMemory)
-        monkeypatch.setattr(owners, "dial", self.link.dial)
+        monkeypatch.setattr(takes, "Connection", InMemory)
+        monkeypatch.setattr(handoffs, "Connection", InMemory)
+        monkeypatch.setattr(takes, "dial", self.link.dial)
         parts: Any = self
         self.waiting = Waiting(self.loop, parts)
         self.takes = Takes(
@@ -380,7 +380,8 @@ def test_what_comes_in_the_turn_of_the_cancellation_is_given_back(
             if message.get("state") == "leased" and what == "lease":
                 task.cancel()
 
-    monkeypatch.setattr(owners, "Connection", Cancels)
+    monkeypatch.setattr(takes, "Connection", Cancels)
+    monkeypatch.setattr(handoffs, "Connection", Cancels)
     remote.landed = task.cancel if what == "bytes" else lambda: None
     remote.loop.run(1.0)
     assert task.cancelled()
