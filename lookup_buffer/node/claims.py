@@ -13,8 +13,12 @@ attempt follows when that key is published or its claim may be free. So two engi
 same keys, in any order, never block each other.
 
 Attempts and the other one-way messages of a session run one after another (`_Turns`): none sees
-another's intermediate state. Called by `server`, `prefetch` and `insert` on the loop's thread;
-`arbiter` calls the store.
+another's intermediate state.
+
+The `Arbiter` uses the mirror's connections: this saves a pooled connection's round trip, and the
+mirror keeps the record that comes with the reply. It calls the store if there is no mirror, until
+that is connected, after a redirect by a cluster, and while a cut connection is not restored.
+Called by `server`, `prefetch` and `insert` on the loop's thread.
 """
 
 import asyncio
@@ -24,19 +28,20 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arbiter import Answer, Arbiter
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import Connection, Fields, Owner, Session
 from lookup_buffer.node.counters import RENEWED, UNASKED, Counters
-from lookup_buffer.node.locate import Waiting
+from lookup_buffer.node.locate import Locator, Waiting
+from lookup_buffer.node.loop import granted
 from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
+from lookup_buffer.node.storage import Breaker
 from lookup_buffer.protocol.messages import (
     Claim,
     ClaimAll,
@@ -45,8 +50,17 @@ from lookup_buffer.protocol.messages import (
     ReleaseClaim,
     Unclaim,
 )
-from lookup_buffer.times import INTENT_SECONDS_MAX, PROMISE_SECONDS
-from store import Claiming, ClaimState, Releasing
+from lookup_buffer.times import CLAIM_ANSWER_SECONDS, INTENT_SECONDS_MAX, PROMISE_SECONDS
+from store import (
+    ClaimAnswer,
+    Claiming,
+    ClaimState,
+    MetadataStore,
+    Releasing,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
 
 WAITING_MAX = 4096
 """Bound on the sets of one session that are not answered."""
@@ -54,9 +68,162 @@ ACTIVE_MAX = 2 * WAITING_MAX
 """Bound on the requests of one session that wait for their turn: those sets, and messages."""
 FORGET_SECONDS = 1.0
 """The entry of a claim is dropped this long after the end of its lease."""
+CLOSE_SECONDS = 1.0
+"""For claims still to be released at shutdown; leases end the rest."""
+
+
+class Answer(NamedTuple):
+    """The result of one attempt to take a claim. STORED: this or another live node has the key, so
+    no engine needs to produce it; a claim that was granted nevertheless is released."""
+
+    outcome: ClaimOutcome
+    address: QualifiedKey = ("", "")
+    holder: str = ""
+    state: str = ""
+    remaining_seconds: float = 0.0
+    counted_as: str = ""
+    """One of `CLAIM_ANSWERS`, if that is not the outcome."""
+
 
 Tell = Callable[[Fields], None]
-Request = Callable[[], Coroutine[Any, Any, None]]
+Request = Callable[..., Coroutine[Any, Any, None]]
+"""Of a session, its first argument."""
+Reply = ClaimAnswer | bool | None
+"""To a claim, or whether what is released still existed; None if the store was not reached, or
+cannot decide."""
+Sent = dict[Claiming | Releasing, "asyncio.Future[Reply]"]
+
+
+# -- claims at the store
+
+
+@dataclass(slots=True)
+class Arbiter:
+    """Takes claims at the store and releases them. Operations on one key take effect in order."""
+
+    loop: asyncio.AbstractEventLoop
+    locator: Locator
+    arena: Arena
+    _turns: defaultdict[str, asyncio.Lock] = field(
+        default_factory=lambda: defaultdict(asyncio.Lock)
+    )
+    """By server: calls of the store run one after another, so a frozen one delays only its own."""
+    _breakers: defaultdict[str, Breaker] = field(
+        default_factory=lambda: defaultdict(lambda: Breaker(time.monotonic))
+    )
+    _calls: set[asyncio.Task[None]] = field(default_factory=set)
+    _last: dict[QualifiedKey, tuple[str, Sent]] = field(default_factory=dict)
+    """The last call of the store for a key, and its server, while it runs: until then further
+    calls for the key follow it, also if the key has moved to another server."""
+
+    async def claim(self, claiming: Claiming) -> Answer | None:
+        """Take a claim, or learn who has it. The request is sent before this suspends.
+
+        Returns None if the store has not decided within CLAIM_ANSWER_SECONDS, was not reached, or
+        is out of memory. In this case, and if this is cancelled, it may still grant the claim: a
+        release that follows takes effect after that.
+        """
+        address = _key(claiming)
+        decided: asyncio.Future[Reply] = self.loop.create_future()
+        self._send({claiming: decided})
+        until = self.loop.time() + CLAIM_ANSWER_SECONDS
+        try:
+            found = await granted(decided, until)
+            if not isinstance(found, ClaimAnswer):
+                return None
+            record = found.record
+            if record is not None and not self.locator.knows(record):
+                async with asyncio.timeout_at(until):
+                    await self.locator.meet([record])
+        except TimeoutError:
+            return None
+        is_elsewhere = record is not None and self.locator.directory.sources(record)
+        if is_elsewhere or self.arena.holds(address):
+            if found.granted:
+                self.release([Releasing(*address, claiming.token)])
+            return Answer(ClaimOutcome.STORED, address)
+        outcome = ClaimOutcome.GRANTED if found.granted else ClaimOutcome.HELD
+        return Answer(outcome, address, found.holder, found.state.value, found.remaining_seconds)
+
+    def release(self, releasings: Sequence[Releasing]) -> "list[asyncio.Future[Reply]]":
+        """Release claims; the results are True for each that still existed, as far as is known."""
+        existed: Sent = {one: self.loop.create_future() for one in releasings}
+        self._send(existed)
+        return list(existed.values())
+
+    async def close(self) -> None:
+        """Finish pending calls within CLOSE_SECONDS; leases end the other claims."""
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=CLOSE_SECONDS)
+
+    def _send(self, sent: Sent) -> None:
+        """One claim, or several releases."""
+        claims, at_store = self.locator.claims, Sent()
+        for one, reply in sent.items():
+            if claims is None or _key(one) in self._last:
+                at_store[one] = reply
+            elif isinstance(one, Claiming):
+                claims.claim(one, partial(self._replied, one, reply))
+            else:
+                claims.release(one, partial(self._replied, one, reply))
+        self._send_to_store(at_store)
+
+    def _replied(
+        self, one: Claiming | Releasing, reply: "asyncio.Future[Reply]", found: Reply | StoreError
+    ) -> None:
+        if isinstance(found, StoreUnavailable):  # the mirror's connection
+            self._send_to_store({one: reply})
+        elif not reply.done():
+            reply.set_result(None if isinstance(found, StoreError) else found)
+        elif isinstance(found, ClaimAnswer) and found.granted and self.arena.holds(_key(one)):
+            # Granted so late that its key was inserted here: nobody else would release it.
+            self.release([Releasing(*_key(one), one.token)])
+
+    def _send_to_store(self, sent: Sent) -> None:
+        groups: defaultdict[str, Sent] = defaultdict(dict)
+        for one, reply in sent.items():
+            last = self._last.get(_key(one))
+            place = self.locator.place_of(_key(one)) if last is None else last[0]
+            groups[place][one] = reply
+        for place, group in groups.items():
+            self._last.update((_key(one), (place, group)) for one in group)
+            task = self.loop.create_task(self._call(place, group))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
+
+    async def _call(self, place: str, sent: Sent) -> None:
+        """A call of this server, in its turn. Without a reply the leases end what is released."""
+        found: Sequence[Reply] = [None] * len(sent)
+        breaker = self._breakers[place]
+        try:
+            async with self._turns[place]:
+                store = await self.locator.store() if breaker.allows() else None
+                if store is not None:
+                    found = await self._reply(store, sent)
+                    breaker.succeeded()
+        except StoreFull:
+            breaker.succeeded()  # the server answers, and releases still succeed
+        except StoreError:
+            breaker.failed()
+        finally:
+            for (one, reply), each in zip(sent.items(), found, strict=True):
+                if self._last.get(_key(one), (place, None))[1] is sent:
+                    del self._last[_key(one)]
+                self._replied(one, reply, each)
+
+    async def _reply(self, store: MetadataStore, sent: Sent) -> Sequence[Reply]:
+        releasings = [one for one in sent if isinstance(one, Releasing)]
+        if releasings:
+            return await store.release_many(releasings)
+        (claiming,) = sent
+        found = await store.claim(**asdict(claiming))
+        if found.record is not None:  # the mirror may not have it
+            self.locator.forget(_key(claiming))
+        return [found]
+
+
+def _key(one: Claiming | Releasing) -> QualifiedKey:
+    return one.namespace, one.key
 
 
 # -- claims that engines of this node hold
@@ -69,7 +236,7 @@ class HeldClaim:
     address: QualifiedKey
     session: Session
     """The session that last requested it; its end releases the claim."""
-    ends_at: float = 0.0
+    ends_at: float
     granted_until: float = 0.0
     """Until when the store has certainly granted it."""
     encoding_since: float | None = None
@@ -102,26 +269,25 @@ class HeldClaims:
         """The claim of this session's engine; its lease may have ended."""
         return self._held.get((session.owner, address))
 
-    def lasts(self, session: Session, address: QualifiedKey) -> bool:
-        """Whether this engine has the claim, as far as the node knows."""
+    def lasting(self, session: Session, address: QualifiedKey) -> HeldClaim | None:
+        """The claim, if this engine has it as far as the node knows."""
         claim = self.find(session, address)
-        return claim is not None and claim.ends_at > self.loop.time()
+        return claim if claim is not None and claim.ends_at > self.loop.time() else None
 
     def keep(self, session: Session, claiming: Claiming, granted_seconds: float) -> None:
         """The claim is, or may be, this engine's, or is renewed; the store has granted it for
         `granted_seconds`, 0 if unknown."""
-        now, address = self.loop.time(), (claiming.namespace, claiming.key)
+        now, address = self.loop.time(), _key(claiming)
         claim = self.find(session, address)
-        is_new = claim is None
+        ends_at = now + claiming.lease_seconds
         if claim is None:
-            claim = self._held[session.owner, address] = HeldClaim(address, session)
-        claim.ends_at = max(claim.ends_at, now + claiming.lease_seconds)
+            claim = self._held[session.owner, address] = HeldClaim(address, session, ends_at)
+            self._forget_at_end(claim)
+        claim.ends_at = max(claim.ends_at, ends_at)
         claim.granted_until = now + granted_seconds
         if claiming.state is ClaimState.ENCODING:
             claim.encoding_since = now if claim.encoding_since is None else claim.encoding_since
             claim.forget_promise()
-        if is_new:
-            self._forget_at_end(claim)
 
     def drop(self, session: Session, address: QualifiedKey) -> HeldClaim | None:
         """Remove the engine's entry and return it."""
@@ -194,7 +360,7 @@ class Claims:
     async def release(self, _: Connection, session: Session, request: ReleaseClaim) -> Fields:
         """Release a claim; answers whether it was still this engine's."""
         (released,) = self._release(session, [(request.namespace, request.key)])
-        return {"released": await released}
+        return {"released": await released is True}
 
     def inserted(self, session: Session, address: QualifiedKey) -> None:
         """This engine stored the key: its publication drops the claim."""
@@ -221,7 +387,7 @@ class Claims:
         if len(turns.sets) >= WAITING_MAX or request.id in turns.sets:
             tell(_event(Answer(ClaimOutcome.FAILED)))
             return
-        task = self._start(session, partial(self._claim_all, session, request, tell))
+        task = self._start(session, self._claim_all, request, tell)
         if task is not None:
             turns.sets[request.id] = task
             task.add_done_callback(lambda _: turns.sets.pop(request.id))
@@ -233,38 +399,33 @@ class Claims:
             seconds = request.lease_seconds
             addresses -= {each for each in addresses if self._promise(session, each, seconds)}
         if addresses:
-            encode = partial(self._encode, session, addresses, request.lease_seconds)
-            self._queue(session, encode)
+            self._queue(session, self._encode, addresses, request.lease_seconds)
 
     def unclaim(self, session: Session, request: Unclaim) -> None:
         """End a wait, and release claims that the engine no longer needs."""
         waiting = self._sessions[session].sets.get(request.waiter)
         if waiting is not None:
             waiting.cancel()
-
-        async def release() -> None:
-            self._release(session, addresses)
-
         addresses = [(request.namespace, key) for key in request.keys]
         if self.is_idle(session):
             self._release(session, addresses)
         elif addresses:
-            self._queue(session, release)
+            self._queue(session, self._unclaim, addresses)
 
-    def _queue(self, session: Session, message: Request) -> None:
-        """Run `message` in a turn of its own. At the bound it is dropped; leases end its claims."""
-        turns = self._sessions[session]
+    async def _unclaim(self, session: Session, addresses: Sequence[QualifiedKey]) -> None:
+        async with self._sessions[session].turn:
+            self._release(session, addresses)
 
-        async def take_turn() -> None:
-            async with turns.turn:
-                await message()
+    def _queue(self, session: Session, message: Request, *arguments: Any) -> None:
+        """Run `message`, which takes a turn. At the bound it is dropped; leases end its claims."""
+        if len(self._sessions[session].active) < ACTIVE_MAX:
+            self._start(session, message, *arguments)
 
-        if len(turns.active) < ACTIVE_MAX:
-            self._start(session, take_turn)
-
-    def _start(self, session: Session, request: Request) -> "asyncio.Task[None] | None":
+    def _start(
+        self, session: Session, request: Request, *arguments: Any
+    ) -> "asyncio.Task[None] | None":
         """Start a request which, from now on, has its turn or waits for it."""
-        active, task = self._sessions[session].active, session.start(request)
+        active, task = self._sessions[session].active, session.start(request, session, *arguments)
         if task is not None:
             active.add(task)
             task.add_done_callback(active.discard)
@@ -279,8 +440,7 @@ class Claims:
         claim, now = self.held.find(session, address), self.loop.time()
         if claim is None or claim.encoding_since is not None:
             return False
-        left = claim.granted_until - PROMISE_SECONDS - now
-        if left <= 0:
+        if (left := claim.granted_until - PROMISE_SECONDS - now) <= 0:
             return False
         claim.session = session
         claim.encoding_since, claim.ends_at = now, now + lease_seconds
@@ -288,19 +448,19 @@ class Claims:
         return True
 
     def _keep_promise(self, claim: HeldClaim, lease_seconds: float) -> None:
-        session, address = claim.session, claim.address
-
-        async def encode() -> None:
-            if self.held.lasts(session, address):  # else it was released meanwhile
-                await self._encode(session, [address], lease_seconds)
-
-        self._queue(session, encode)
+        self._queue(claim.session, self._encode, [claim.address], lease_seconds, claim)
 
     async def _encode(
-        self, session: Session, addresses: Iterable[QualifiedKey], lease_seconds: float
+        self,
+        session: Session,
+        addresses: Iterable[QualifiedKey],
+        lease_seconds: float,
+        promised: HeldClaim | None = None,
     ) -> None:
-        """Write the state ENCODING to the store."""
-        async with asyncio.TaskGroup() as group:
+        """Write the state ENCODING to the store. A promise is void if the claim was released."""
+        async with self._sessions[session].turn, asyncio.TaskGroup() as group:
+            if promised is not None and not self.held.lasting(session, promised.address):
+                return
             for address in sorted(addresses):
                 claim = self._ask(session, address, ClaimState.ENCODING, lease_seconds)
                 group.create_task(self._counted(claim))
@@ -325,31 +485,30 @@ class Claims:
         """Take all claims of a set, or none: then the result is that of the first one that this
         engine cannot have."""
         taken: list[QualifiedKey] = []
-        with ExitStack() as undo:
-            undo.callback(self._roll_back, session, taken)
+        try:
             for key in request.keys:
                 address = (request.namespace, key)
-                is_new = not self.held.lasts(session, address)
+                is_new = self.held.lasting(session, address) is None
                 answer = await self._take(session, address)
                 if answer.outcome is not ClaimOutcome.GRANTED:
                     return answer
                 if is_new:
                     taken.append(address)
-            undo.pop_all()
-        return Answer(ClaimOutcome.GRANTED)
+            taken.clear()
+            return Answer(ClaimOutcome.GRANTED)
+        finally:
+            self._roll_back(session, taken)
 
     def _roll_back(self, session: Session, taken: Sequence[QualifiedKey]) -> None:
-        """A set that cannot have all its claims keeps none that it took. If the session has ended,
-        `end` releases those that no other session of the engine uses."""
+        """After the session's end, `end` releases those that no other of its engine uses."""
         if not session.has_ended:
             self._release(session, taken)
 
     async def _take(self, session: Session, address: QualifiedKey) -> Answer:
-        claim = self.held.find(session, address)
+        claim = self.held.lasting(session, address)
         if claim is not None and claim.encoding_since is not None:
-            left = claim.ends_at - self.loop.time()
-            if left > 0:  # this engine's output is being stored
-                return Answer(ClaimOutcome.HELD, address, self.holder, remaining_seconds=left)
+            left = claim.ends_at - self.loop.time()  # this engine's output is being stored
+            return Answer(ClaimOutcome.HELD, address, self.holder, remaining_seconds=left)
         attempt = self._ask(session, address, ClaimState.INTENT, INTENT_SECONDS_MAX)
         return await self._counted(attempt)
 
@@ -404,8 +563,7 @@ class Claims:
                 self.held.keep(session, claiming, 0.0)
             raise
         if answer is None:  # the store may still grant it: it is released like any other
-            granted = ClaimOutcome.GRANTED
-            answer = Answer(granted, address, self.holder, state.value, counted_as=UNASKED)
+            answer = Answer(ClaimOutcome.GRANTED, address, self.holder, state.value, 0.0, UNASKED)
         if answer.outcome is ClaimOutcome.STORED:  # else the next look-up may still miss
             self.reads.published(address)
         elif answer.outcome is ClaimOutcome.GRANTED:
@@ -422,7 +580,7 @@ class Claims:
 
     def _release(
         self, session: Session, addresses: Sequence[QualifiedKey]
-    ) -> "list[asyncio.Future[bool]]":
+    ) -> "list[asyncio.Future[Reply]]":
         for address in addresses:
             self.held.drop(session, address)
         return self.arbiter.release(

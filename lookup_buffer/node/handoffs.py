@@ -23,9 +23,9 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
@@ -33,6 +33,7 @@ from lookup_buffer.node.arena import PEER_OWNER, Arena, Item, Pin
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.links import Link
+from lookup_buffer.node.loop import granted
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import (
     Acknowledge,
@@ -58,28 +59,6 @@ TAKES_MAX: Final = 4096
 """Bound on the queued takers of one other node."""
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
-async def granted(grant: "asyncio.Future[T]", until: float | None, undo: Callable[[T], None]) -> T:
-    """The result of `grant`, which takes effect when it is set: also if that is in the turn of the
-    deadline. If it is in the turn of a cancellation, the result is undone. A grant that comes later
-    finds that it is cancelled.
-
-    Raises:
-        TimeoutError: there is no result at `until`, by the loop's clock.
-    """
-    try:
-        async with asyncio.timeout_at(until):
-            return await grant
-    except TimeoutError:
-        if grant.cancelled():
-            raise
-        return grant.result()
-    except asyncio.CancelledError:
-        if not grant.cancelled():
-            undo(grant.result())
-        raise
 
 
 @dataclass(slots=True, eq=False)

@@ -3,7 +3,7 @@
 With a mirror it caches the store's records, which the store invalidates: a look-up of a cached key
 costs no round trip. Without one, by the setting or because a package's store has none, it calls the
 store for each look-up. It reads the membership when a record names an unknown node. A failed store
-is a value, not an error. Called by `read`, `devices`, `takes`, `announcements` and `arbiter`.
+is a value, not an error. Called by `read`, `devices`, `takes`, `announcements` and `claims`.
 
 `Waiting` resumes a waiter when a client of this node inserts the key, when the store may have its
 record or a free claim, after a pause, and at its deadline. Called by `read`, `insert`, `claims` and

@@ -3,6 +3,7 @@
 An iteration of the loop is blocked time: no other request is answered meanwhile. Each one longer
 than BLOCKED_SECONDS is reported; if the log level is debug, it is logged, and by `BlockedLog`
 where it is.
+`granted` awaits what another request, peer or store may grant until a deadline.
 `call_from_thread` is called on every thread of the node that starts with `lb-`.
 """
 
@@ -14,11 +15,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 BLOCKED_SECONDS: Final = 0.02
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class _TimedSelector(selectors.DefaultSelector):
@@ -87,3 +89,26 @@ def call_from_thread(
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:
         pass  # closed: the node is shutting down, and no request waits for the answer
+
+
+async def granted(
+    grant: "asyncio.Future[T]", until: float | None, undo: Callable[[T], object] = lambda _: None
+) -> T:
+    """The result of `grant`, which takes effect when it is set: also if that is in the turn of the
+    deadline. If it is in the turn of a cancellation, the result is undone. A grant that comes later
+    finds that it is cancelled.
+
+    Raises:
+        TimeoutError: there is no result at `until`, by the loop's clock.
+    """
+    try:
+        async with asyncio.timeout_at(until):
+            return await grant
+    except TimeoutError:
+        if grant.cancelled():
+            raise
+        return grant.result()
+    except asyncio.CancelledError:
+        if not grant.cancelled():
+            undo(grant.result())
+        raise

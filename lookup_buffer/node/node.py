@@ -21,7 +21,7 @@ by many and not drawn, nor is `connection` to other nodes.
       server ─► takes ─► handoffs ─► arena          drop_select of an item of this node
                ├─► locate, transfer                 of another node's
                └─► other nodes                      its owner
-      server ─► claims ─► arbiter ─► store          claims, over the mirror's connections if any
+      server ─► claims ─► store                     claims, over the mirror's connections if any
       server, claims, announcements ─► registrar    marks keys as changed (dirty_set); so do arena,
                                                     devices and peers, through node
       node ─► membership, locate, takes, http       ticks, 4 times a second
@@ -55,9 +55,8 @@ from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.announcements import Announcements
-from lookup_buffer.node.arbiter import Arbiter
 from lookup_buffer.node.arena import Arena
-from lookup_buffer.node.claims import Claims, HeldClaims
+from lookup_buffer.node.claims import Arbiter, Claims, HeldClaims
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes, Pools
 from lookup_buffer.node.handoffs import Askers, Handoffs

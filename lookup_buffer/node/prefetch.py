@@ -80,7 +80,7 @@ class Prefetches:
             if session.is_open:
                 located()
 
-        if not (self.claims.arbiter.tells_of_records and self.claims.is_idle(session)):
+        if self.reads.locator.claims is None or not self.claims.is_idle(session):
             located()
         else:
             self.reads.loop.call_later(AHEAD_SECONDS, locate_at_last)

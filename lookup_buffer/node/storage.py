@@ -5,7 +5,7 @@ not delay the node's start. A package's store is opened when the node starts. Cr
 runs on the loop's thread.
 
 `Breaker` is a circuit breaker: after some failures in a row, no calls for a while. Pure
-bookkeeping; the clock is an argument. `registrar` has one, `locate` and `arbiter` have one for each
+bookkeeping; the clock is an argument. `registrar` has one, `locate` and `claims` have one for each
 server, `transfer` for each node.
 """
 

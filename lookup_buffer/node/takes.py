@@ -29,9 +29,10 @@ from lookup_buffer.errors import LookupBufferError, MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena, Pin
 from lookup_buffer.node.connection import Connection, Session
-from lookup_buffer.node.handoffs import Handoffs, Lease, granted
+from lookup_buffer.node.handoffs import Handoffs, Lease
 from lookup_buffer.node.links import HANDOFFS, dial
 from lookup_buffer.node.locate import Located, Locator, Waiting
+from lookup_buffer.node.loop import granted
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Source, Wanted
 from lookup_buffer.protocol.messages import (

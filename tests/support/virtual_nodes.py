@@ -14,8 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arbiter import Arbiter
-from lookup_buffer.node.claims import Claims, HeldClaims
+from lookup_buffer.node.claims import Arbiter, Claims, HeldClaims
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.membership import Identity

@@ -5,7 +5,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lookup_buffer.node.arbiter import CLOSE_SECONDS, Answer, Arbiter
+from lookup_buffer.node.claims import CLOSE_SECONDS, Answer, Arbiter
 from lookup_buffer.node.storage import FAILURES_TO_OPEN
 from lookup_buffer.protocol.messages import ClaimOutcome
 from store import ClaimAnswer, Claiming, ClaimState, Releasing, StoreUnavailable

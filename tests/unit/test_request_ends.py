@@ -323,7 +323,7 @@ def test_the_end_of_a_session_keeps_the_claim_that_its_engine_uses_in_another() 
     one.node.end()
     one.loop.run(0.1)
     assert one.store.holder("k") is one.node
-    assert one.node.claims.held.lasts(later, (NAMESPACE, "k"))
+    assert one.node.claims.held.lasting(later, (NAMESPACE, "k"))
 
 
 def test_a_session_that_ends_while_its_wait_is_given_up_leaves_nothing() -> None:
