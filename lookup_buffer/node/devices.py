@@ -29,6 +29,7 @@ from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located, Locator
+from lookup_buffer.node.loop import granted
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.protocol.fields import Fallback, MaybeFallback
 from lookup_buffer.protocol.header import DTYPES, TensorHeader
@@ -60,13 +61,7 @@ class Pool:
     """One session's pool."""
 
     session: Session
-    lane: str
-    library: str
-    port: int
-    id: str
-    capacity_bytes: int
-    receives: bool
-    offers: bool
+    opened: OpenPool
     told: set[str] = field(default_factory=set)
     """Ids of other nodes' pools that its process has received."""
     known: OrderedDict[QualifiedKey, None] = field(default_factory=OrderedDict)
@@ -80,7 +75,8 @@ class Pool:
 
     def tell_of(self, seen: Mapping[str, SeenPool]) -> None:
         """Send its process the changes of the fleet's pools with the same lane and library."""
-        alike = (at for at in seen.values() if (at.lane, at.library) == (self.lane, self.library))
+        kind = (self.opened.lane, self.opened.library)
+        alike = (at for at in seen.values() if (at.lane, at.library) == kind)
         there = [at for at in alike if at.pool not in self.told]
         gone = [pool for pool in self.told if pool not in seen]
         if there or gone:
@@ -99,7 +95,6 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class _Offered:
-    pool: Pool
     mark: int
     generation: int
     """The generation of the node's copy at the time of the offer. 0: of the copy that its client
@@ -121,14 +116,11 @@ class Pools:
     has_readers: bool = False
     """Whether one of the pools receives."""
     _pools: dict[Session, Pool] = field(default_factory=dict)
-    _offers: dict[QualifiedKey, tuple[_Offered, ...]] = field(default_factory=dict)
+    _offers: dict[QualifiedKey, dict[Pool, _Offered]] = field(default_factory=dict)
 
     def open(self, session: Session, request: OpenPool) -> None:
         """Register a session's pool; the session has none yet."""
-        self._pools[session] = Pool(
-            session, request.lane, request.library, request.port, request.pool,
-            request.pool_bytes, request.receives, request.offers,
-        )  # fmt: skip
+        self._pools[session] = Pool(session, request)
         self._count()
 
     def close(self, session: Session) -> Pool | None:
@@ -136,21 +128,21 @@ class Pools:
         pool = self._pools.pop(session, None)
         if pool is not None:
             self._count()
-            for address in [at for at, offers in self._offers.items() if _has(offers, pool)]:
+            for address in [at for at, offers in self._offers.items() if pool in offers]:
                 self._retract(address, pool)
         return pool
 
     def _count(self) -> None:
-        pools = self._pools.values()
-        self.has_readers = any(pool.receives for pool in pools)
-        offering = (pool for pool in pools if pool.offers)
-        named = (PoolEndpoint(pool.lane, pool.library, pool.port, pool.id) for pool in offering)
+        opened = [pool.opened for pool in self._pools.values()]
+        self.has_readers = any(one.receives for one in opened)
+        offering = (one for one in opened if one.offers)
+        named = (PoolEndpoint(one.lane, one.library, one.port, one.pool) for one in offering)
         self.endpoints = tuple(dict.fromkeys(named))[:POOLS_MAX]
 
     def tell_readers(self, seen: Mapping[str, SeenPool]) -> None:
         """Send the fleet's pools, by id, to the processes that receive."""
         for pool in list(self._pools.values()):  # a failed send ends the session and its pool
-            if pool.receives:
+            if pool.opened.receives:
                 pool.tell_of(seen)
 
     def of(self, session: Session) -> Pool | None:
@@ -159,7 +151,7 @@ class Pools:
     def prepare(self, session: Session, request: Prepare) -> None:
         pool, address = self._pools.get(session), (request.namespace, request.key)
         if pool is not None and self.arena.peek(address) is None:  # else it will not be stored
-            self._put(address, _Offered(pool, request.mark, 0))
+            self._offers.setdefault(address, {})[pool] = _Offered(request.mark, 0)
 
     def offer(self, session: Session, request: Offer) -> None:
         pool, address = self._pools.get(session), (request.namespace, request.key)
@@ -172,15 +164,11 @@ class Pools:
             self._retract(address, pool)
             pool.let_go([], [address])
             return
-        known = [o for o in self._offers.get(address, ()) if o.pool is pool]
-        was_published = any(o.mark == request.mark and o.stands_beside(item) for o in known)
-        self._put(address, _Offered(pool, request.mark, item.generation))
-        if not was_published:
+        offers = self._offers.setdefault(address, {})
+        known = offers.get(pool)
+        offers[pool] = _Offered(request.mark, item.generation)
+        if known is None or known.mark != request.mark or not known.stands_beside(item):
             self.publish(address)
-
-    def _put(self, address: QualifiedKey, offered: _Offered) -> None:
-        others = tuple(o for o in self._offers.get(address, ()) if o.pool is not offered.pool)
-        self._offers[address] = (*others, offered)
 
     def retract(self, session: Session, request: Retract) -> None:
         pool = self._pools.get(session)
@@ -192,13 +180,10 @@ class Pools:
             self._retract(address, pool)
 
     def _retract(self, address: QualifiedKey, pool: Pool) -> None:
-        offers = self._offers.get(address, ())
-        left = tuple(offered for offered in offers if offered.pool is not pool)
-        if len(left) == len(offers):
+        offers = self._offers.get(address, {})
+        if offers.pop(pool, None) is None:
             return
-        if left:
-            self._offers[address] = left
-        else:
+        if not offers:
             del self._offers[address]
         if self.arena.peek(address) is not None:
             self.publish(address)
@@ -209,17 +194,15 @@ class Pools:
 
     def gone(self, address: QualifiedKey) -> None:
         """The node's copy was removed: drop the copies beside it, too."""
-        for offered in self._offers.pop(address, ()):
-            offered.pool.let_go([], [address])
+        for pool in self._offers.pop(address, ()):
+            pool.let_go([], [address])
 
     def device_of(self, item: Item, node: str) -> DeviceLocation | None:
         """The device location to publish beside the copy `item`."""
-        for offered in self._offers.get(item.address, ()):
+        for pool, offered in self._offers.get(item.address, {}).items():
             if offered.stands_beside(item):
-                pool = offered.pool
-                return DeviceLocation(
-                    node, offered.mark, pool.lane, pool.library, pool.port, pool.id
-                )
+                at = pool.opened
+                return DeviceLocation(node, offered.mark, at.lane, at.library, at.port, at.pool)
         return None
 
     def of_readers(self, session: Session) -> list[Pool]:
@@ -227,19 +210,15 @@ class Pools:
         seat = session.seat
         if seat is None:
             own = self._pools.get(session)
-            return [own] if own is not None and own.receives else []
+            return [own] if own is not None and own.opened.receives else []
         by_rank: dict[int, Pool] = {}
         for pool in self._pools.values():
             other = pool.session.seat
             if other is None or other.engine_id != seat.engine_id or other.rank is None:
                 continue
-            if pool.receives:
+            if pool.opened.receives:
                 by_rank[other.rank] = pool
         return list(by_rank.values()) if len(by_rank) == seat.world_size else []
-
-
-def _has(offers: tuple[_Offered, ...], pool: Pool) -> bool:
-    return any(offered.pool is pool for offered in offers)
 
 
 @dataclass(slots=True, eq=False)
@@ -252,12 +231,16 @@ class _Held:
     header: TensorHeader
     pools: list[Pool]
     waiting: set[Pool]
-    sources: list[tuple[Location, DeviceLocation]]
+    """Those that are receiving it."""
+    sources: list[tuple[Location, str, DeviceLocation]]
     done: "asyncio.Future[MaybeFallback]"
-    deadline: asyncio.TimerHandle | None = None
-    source: int = OWN
-    ranks: set[int] = field(default_factory=set)
+    ranks: set[int]
     """Ranks that have not reported done."""
+    source: int = OWN
+
+    def settle(self, reason: MaybeFallback) -> None:
+        if not self.done.done():
+            self.done.set_result(reason)
 
 
 @dataclass(slots=True)
@@ -281,8 +264,9 @@ class Lanes:
     def close(self, session: Session) -> None:
         """The session is over, and its pool invalid. Idempotent."""
         pool = self.pools.close(session)
-        for held in [held for held in self._held.values() if pool in held.waiting]:
-            self._settle(held, Fallback.ENDED)
+        for held in self._held.values():
+            if pool in held.waiting:
+                held.settle(Fallback.ENDED)
 
     # -- receiving
 
@@ -309,93 +293,82 @@ class Lanes:
     ) -> dict[str, Any] | None:
         """Receive one of those that `find` returned; its entry of a prefetch, or None if the
         transfer fails."""
-        pools = self.pools.of_readers(session)
+        pools, record = self.pools.of_readers(session), located.record
         reason = _refused(located, pools)
         if not reason:
-            held = self._begin(session, pools, address, located)
-            try:
-                reason = await held.done
-            except asyncio.CancelledError:
-                if held.waiting:
-                    self._settle(held, Fallback.ENDED)
-                else:  # it came in the same turn, and nobody hears of its ticket
-                    self._let_go(held)
-                raise
+            assert record is not None, "checked by `find`"
+            held = _Held(
+                next(self._tickets), session, address,
+                TensorHeader.for_tensor(record.dtype, record.shape), pools, set(pools),
+                _on_devices(located), self.loop.create_future(), set(session.ranks() or ()),
+            )  # fmt: skip
+            reason = await self._receive(held, [at.checksum for at, _ in located.sources])
             if not reason:
-                return self._entry(held, pools[0].lane)
+                return self._entry(held)
         self.counters.add(f"lane_fallbacks_{reason}")
         return None
 
-    def _begin(
-        self, session: Session, pools: list[Pool], address: QualifiedKey, located: Located
-    ) -> _Held:
-        record = located.record
-        assert record is not None, "checked by `find`"
-        header = TensorHeader.for_tensor(record.dtype, record.shape)
-        ticket, sources = next(self._tickets), _on_devices(located)
-        places = [(location, device) for location, _, device in sources]
-        seconds = BASE_SECONDS + header.nbytes / BYTES_PER_SECOND
-        held = _Held(
-            ticket, session, address, header, list(pools), set(pools), places,
-            self.loop.create_future(), ranks=set(session.ranks() or ()),
-        )  # fmt: skip
-        self._held[ticket] = held
-        held.deadline = self.loop.call_later(seconds, self._settle, held, Fallback.TIMEOUT)
+    async def _receive(self, held: _Held, checksums: Sequence[int]) -> MaybeFallback:
+        """Have its pools receive it. If that fails, they drop it."""
+        reason: MaybeFallback = Fallback.ENDED
+        seconds = BASE_SECONDS + held.header.nbytes / BYTES_PER_SECOND
+        self._held[held.ticket] = held
+        for pool in held.pools:
+            pool.under_way += 1
+        try:
+            self._request(held, checksums, seconds)
+            reason = await granted(held.done, self.loop.time() + seconds)
+        except TimeoutError:
+            reason = Fallback.TIMEOUT
+        finally:
+            for pool in held.waiting:
+                pool.under_way -= 1
+            held.waiting.clear()
+            if held.owner.has_ended:
+                reason = reason or Fallback.ENDED
+            if reason:
+                self._let_go(held)
+        if not reason:
+            self.counters.hit_lane(held.address, held.header.nbytes)
+            self.counters.spare(held.owner.encodes)
+        return reason
+
+    def _request(self, held: _Held, checksums: Sequence[int], seconds: float) -> None:
         message = {
             "event": "receive",
-            "id": ticket,
-            "namespace": address[0],
-            "key": address[1],
-            "header": header.to_fields(),
+            "id": held.ticket,
+            "namespace": held.address[0],
+            "key": held.address[1],
+            "header": held.header.to_fields(),
             "seconds": seconds,
-            "checksums": [location.checksum for location, _ in located.sources],
+            "checksums": list(checksums),
             "sources": [
-                [host, *device[1:], location.checksum] for location, host, device in sources
+                [host, *device[1:], location.checksum] for location, host, device in held.sources
             ],
         }
-        for pool in pools:
-            pool.under_way += 1
-        for pool in pools:
-            if ticket in self._held:  # else a send failed and ended the ticket
-                pool.session.anchor.send(message)
-        return held
+        for pool in held.pools:
+            pool.session.anchor.send(message)
 
     def received(self, session: Session, request: Received) -> None:
         """A pool's result of one transfer."""
         held, pool = self._held.get(request.ticket), self.pools.of(session)
-        if held is None or pool is None or pool not in held.waiting:
-            return  # too late: the request to drop it was sent
+        if held is None or pool is None or pool not in held.waiting or held.done.done():
+            return  # too late: it is requested to drop it
         if request.reason:
             pool.known.pop(held.address, None)
-            self._settle(held, Fallback(request.reason))
+            held.settle(Fallback(request.reason))
             return
         held.waiting.discard(pool)
         pool.under_way -= 1
         pool.note(held.address)
         if 0 <= request.source - 1 < len(held.sources):
             held.source = request.source - 1
-            self.counters.add(f"lane_received_{pool.lane}")
-            self.counters.add(f"bytes_lane_{pool.lane}", held.header.nbytes)
+            self.counters.add(f"lane_received_{pool.opened.lane}")
+            self.counters.add(f"bytes_lane_{pool.opened.lane}", held.header.nbytes)
         if not held.waiting:
-            self._settle(held, "")
+            held.settle("")
 
-    def _settle(self, held: _Held, reason: MaybeFallback) -> None:
-        assert held.deadline is not None
-        held.deadline.cancel()
-        for pool in held.waiting:
-            pool.under_way -= 1
-        held.waiting.clear()
-        if held.owner.has_ended and not reason:
-            reason = Fallback.ENDED
-        if reason:
-            self._let_go(held)
-        else:
-            self.counters.hit_lane(held.address, held.header.nbytes)
-            self.counters.spare(held.owner.encodes)
-        if not held.done.done():  # else its request was cancelled
-            held.done.set_result(reason)
-
-    def _entry(self, held: _Held, lane: str) -> dict[str, Any]:
+    def _entry(self, held: _Held) -> dict[str, Any]:
         source = "local" if held.source == OWN else held.sources[held.source][0].node
         return {
             "state": "resident",
@@ -405,7 +378,7 @@ class Lanes:
             "generation": 0,
             "header": held.header.to_fields(),
             "source": source,
-            "lane": lane,
+            "lane": held.pools[0].opened.lane,
         }
 
     # -- the end of tickets
@@ -435,10 +408,8 @@ class Lanes:
     def release_all(self, session: Session) -> None:
         """The session's process has ended, or sent Goodbye."""
         for held in [held for held in self._held.values() if held.owner is session]:
-            if held.waiting:
-                self._settle(held, Fallback.ENDED)
-            else:
-                self._let_go(held)
+            held.settle(Fallback.ENDED)
+            self._let_go(held)
 
     def _let_go(self, held: _Held) -> None:
         if self._held.pop(held.ticket, None) is None:
@@ -461,7 +432,7 @@ def _refused(located: Located, pools: Sequence[Pool]) -> MaybeFallback:
     assert located.record is not None, "checked by the caller"
     if not pools:
         return Fallback.ENDED
-    if any(located.record.nbytes > pool.capacity_bytes for pool in pools):
+    if any(located.record.nbytes > pool.opened.pool_bytes for pool in pools):
         return Fallback.NO_ROOM
     return Fallback.BUSY if any(pool.under_way >= UNDER_WAY_MAX for pool in pools) else ""
 
