@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -217,11 +217,9 @@ class ClientSession:
         self._closing.set()
         current = self._open_session
         if current is not None:
-            try:
-                with self._send_lock:  # not `post`, which is closed by now
-                    current.main_connection.send_now(Goodbye(next_request_id()))
-            except LookupBufferError:
-                pass  # the node has ended, and the session with it
+            # Not `post`, which is closed by now. On an error, the node and the session have ended.
+            with suppress(LookupBufferError), self._send_lock:
+                current.main_connection.send_now(Goodbye(next_request_id()))
             current.main_connection.close()
         if self._listener.is_alive() and self._listener is not threading.current_thread():
             self._listener.join(timeout=2.0)
@@ -468,10 +466,8 @@ class NodeConnection:
         if not self.open:
             return
         self.open = False
-        try:
+        with suppress(OSError):  # the node closed first
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the node closed first
         self._socket.close()
         if self._staging is not None:
             self._staging.close()

@@ -118,8 +118,10 @@ class Arena:
         self.local_index = LocalIndex(capacity_bytes)
         self._allocator = Allocator(capacity_bytes)
         self._clock = clock
-        self._on_change = on_change
-        self._on_room = _nothing
+        self.on_change = on_change
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when bytes were freed or became evictable: in the middle of that, so it only notes
+        it."""
         self._items: dict[QualifiedKey, Item] = {}
         """What uses an address: complete items, and reservations of items that will be found."""
         self._by_use: OrderedDict[int, Item] = OrderedDict()
@@ -239,13 +241,10 @@ class Arena:
                 if not pin.ranks:
                     self._unpin(pin)
 
-    def is_pinned(self, item: Item, owner: int) -> bool:
-        """Whether a pin of `owner` on this item is not released."""
-        return any(pin.item is item and pin.owner == owner for pin in self._pins.values())
-
-    def holds_pins(self, owner: int) -> bool:
-        """Whether a pin of `owner` is not released."""
-        return any(pin.owner == owner for pin in self._pins.values())
+    def holds_pins(self, owner: int, item: Item | None = None) -> bool:
+        """Whether a pin of `owner`, on this item or any, is not released."""
+        pins = (pin for pin in self._pins.values() if pin.owner == owner)
+        return any(item is None or pin.item is item for pin in pins)
 
     def release_all(self, owner: int) -> None:
         """Release all tickets of `owner`."""
@@ -263,7 +262,7 @@ class Arena:
         if item.gone:
             self._free(item)
         else:
-            self._on_room()
+            self.on_room()
 
     # -- write
 
@@ -362,7 +361,7 @@ class Arena:
         self.local_index.remove(item.address)
         if not item.pins:
             self._free(item)
-        self._on_change(item.address, reason)
+        self.on_change(item.address, reason)
 
     def remove_expired(self) -> None:
         """Remove all items whose time to live is over."""
@@ -377,17 +376,12 @@ class Arena:
         generation, now = next(self._generations), self._clock()
         offered = Item(address, header, 0, generation, "local", now, None, gone=True)
         self._offers[address] = offered
-        self._on_change(address, "")
+        self.on_change(address, "")
 
     def retract(self, address: QualifiedKey) -> None:
         """Idempotent."""
         if self._offers.pop(address, None) is not None:
-            self._on_change(address, GoneReason.RETRACTED)
-
-    def when_room(self, tell: Callable[[], None] | None) -> None:
-        """From now on call `tell` when bytes were freed or became evictable. It is called in the
-        middle of that, so it only notes it."""
-        self._on_room = tell or _nothing
+            self.on_change(address, GoneReason.RETRACTED)
 
     # -- bytes
 
@@ -489,15 +483,11 @@ class Arena:
             self.local_index.add(item.address, item.header, item.offset)
         else:
             self._expiring.add(item)
-        self._on_change(item.address, "")
+        self.on_change(item.address, "")
 
     def _free(self, item: Item) -> None:
         self._handoff_bytes -= item.handoff_bytes
         self._wanted_bytes -= item.wanted_bytes
         self._by_use.pop(item.offset, None)
         self._allocator.free(item.offset)
-        self._on_room()
-
-
-def _nothing() -> None:
-    """Nobody waits for room."""
+        self.on_room()

@@ -421,11 +421,9 @@ class Claims:
         if len(self._sessions[session].active) < ACTIVE_MAX:
             self._start(session, message, *arguments)
 
-    def _start(
-        self, session: Session, request: Request, *arguments: Any
-    ) -> "asyncio.Task[None] | None":
+    def _start(self, session: Session, request: Request, *args: Any) -> asyncio.Task[None] | None:
         """Start a request which, from now on, has its turn or waits for it."""
-        active, task = self._sessions[session].active, session.start(request, session, *arguments)
+        active, task = self._sessions[session].active, session.start(request, session, *args)
         if task is not None:
             active.add(task)
             task.add_done_callback(active.discard)
@@ -434,9 +432,8 @@ class Claims:
     # -- an engine encodes
 
     def _promise(self, session: Session, address: QualifiedKey, lease_seconds: float) -> bool:
-        """Change this engine's intent to ENCODING here, and at the store only shortly before the
-        intent expires: most encodes are published by then, which ends the claim. Returns False if
-        there is no intent that still lasts."""
+        """Change this engine's intent to ENCODING here, and at the store only shortly before it
+        expires: most encodes are published by then. Returns False if there is no such intent."""
         claim, now = self.held.find(session, address), self.loop.time()
         if claim is None or claim.encoding_since is not None:
             return False

@@ -17,7 +17,7 @@ import asyncio
 import random
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -109,8 +109,6 @@ class _Offered:
 @dataclass(slots=True)
 class Pools:
     arena: Arena
-    publish: Callable[[QualifiedKey], None]
-    """Called with copies whose publication is out of date."""
     endpoints: tuple[PoolEndpoint, ...] = ()
     """Pools from which other nodes may receive; part of the node's description."""
     has_readers: bool = False
@@ -168,7 +166,7 @@ class Pools:
         known = offers.get(pool)
         offers[pool] = _Offered(request.mark, item.generation)
         if known is None or known.mark != request.mark or not known.stands_beside(item):
-            self.publish(address)
+            self.arena.on_change(address, "")  # its publication is out of date
 
     def retract(self, session: Session, request: Retract) -> None:
         pool = self._pools.get(session)
@@ -186,7 +184,7 @@ class Pools:
         if not offers:
             del self._offers[address]
         if self.arena.peek(address) is not None:
-            self.publish(address)
+            self.arena.on_change(address, "")  # its publication is out of date
 
     def offers(self, address: QualifiedKey) -> bool:
         """Whether a pool has a copy beside this one."""

@@ -109,7 +109,7 @@ class Handoffs:
     """An attempt to admit queued inserts is scheduled."""
 
     def __post_init__(self) -> None:
-        self.arena.when_room(self._room_came)
+        self.arena.on_room = self._room_came
 
     # -- takers
 
@@ -332,7 +332,8 @@ class Handoffs:
         if lease.won:
             del self._leases[token]
             return
-        was_sent, lease.is_sent = lease.is_sent, self.arena.is_pinned(lease.held.item, PEER_OWNER)
+        was_sent = lease.is_sent
+        lease.is_sent = self.arena.holds_pins(PEER_OWNER, lease.held.item)
         if lease.is_sent or was_sent:  # after its last byte the taker has one more lease
             seconds = PEER_PROGRESS_SECONDS if lease.is_sent else lease.seconds
             lease.end = self.loop.call_later(seconds, self._over, token)

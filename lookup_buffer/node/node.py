@@ -109,7 +109,7 @@ class Node:
         self._loop = NodeLoop(self._counters.loop_blocked_seconds.observe)
         self._blocked_log = BlockedLog(self._loop)
         self._arena = Arena(config.capacity_bytes, self._changed)
-        self._pools = Pools(self._arena, lambda address: self._changed(address, ""))
+        self._pools = Pools(self._arena)
         token = config.token.get_secret_value() if config.token else None
         self._handoffs = handoffs = Handoffs(
             self._loop, self._arena, self._counters, config.handoff_lease_seconds

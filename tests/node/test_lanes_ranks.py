@@ -44,7 +44,7 @@ class Engine:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         knows: Any = Knows()
-        self.pools = Pools(Arena(1 << 20, lambda _address, _reason: None), lambda _address: None)
+        self.pools = Pools(Arena(1 << 20, lambda _address, _reason: None))
         self.lanes = Lanes(self.loop, BOOT, knows, Counters(), self.pools)
         self.ends: list[socket.socket] = []
         self.workers = [self._session(rank) for rank in range(RANKS)]

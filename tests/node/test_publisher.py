@@ -62,7 +62,7 @@ class Bench:
         identity = Identity("us", "usboot", "tcp://us:1")
         self.publisher = Publisher(
             self.arena, self.directory, identity, self.counters,
-            Pools(self.arena, lambda _: None), self.dirty, 60.0, self.reports.extend, self.clock,
+            Pools(self.arena), self.dirty, 60.0, self.reports.extend, self.clock,
         )  # fmt: skip
         self.sequence = 0
 

@@ -352,7 +352,7 @@ def test_the_ranks_of_a_ticket_report_in_any_order_and_count_once() -> None:
 def test_who_waits_for_room_is_told_when_bytes_are_freed_or_may_be_evicted() -> None:
     with bench_of() as bench:
         told: list[int] = []
-        bench.arena.when_room(lambda: told.append(1))
+        bench.arena.on_room = lambda: told.append(1)
         pins = [bench.arena.commit(bench.reserve("a", 64), 0, 1)]
         pins.append(bench.arena.pin(pins[0].item, 2))
         bench.arena.release([pins[0].ticket], 1)
@@ -362,7 +362,7 @@ def test_who_waits_for_room_is_told_when_bytes_are_freed_or_may_be_evicted() -> 
         bench.arena.remove(pins[0].item, "dropped")
         bench.arena.abandon(bench.reserve("b", 64))
         assert len(told) == 3
-        bench.arena.when_room(None)
+        bench.arena.on_room = lambda: None
         bench.arena.abandon(bench.reserve("b", 64))
         assert len(told) == 3
 

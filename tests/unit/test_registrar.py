@@ -56,7 +56,7 @@ def registrar_on(store: BlockingStore) -> Iterator[tuple[Registrar, Arena]]:
         Counters(),
         1800.0,
         {},
-        Pools(arena, lambda _: None),
+        Pools(arena),
         lambda _: None,
     )
     registrar.start()
