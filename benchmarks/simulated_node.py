@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gauge import BOOT, NAMESPACE, key_of, mirror_of, publishing_of, sampled_keys
+from lookup_buffer.node.main import SWITCH_SECONDS
 from lookup_buffer.node.membership import Directory
-from lookup_buffer.node.node import SWITCH_SECONDS
 from lookup_buffer.times import BEAT_SECONDS
 from store import MetadataStore, NodeInfo, StoreError, open_async_store
 

@@ -26,7 +26,7 @@ from lookup_buffer.inspection.access import (
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
-    from lookup_buffer.node.node import Node
+    from lookup_buffer.node.main import Node
 
 
 @click.command()
@@ -121,8 +121,7 @@ def serve(
 
 def _run(config: "BufferConfig", *, ends_when_idle: bool) -> None:
     from lookup_buffer.errors import NodeUnavailable
-    from lookup_buffer.node.main import LOCK_SECONDS
-    from lookup_buffer.node.node import Node
+    from lookup_buffer.node.main import LOCK_SECONDS, Node
     from lookup_buffer.runtime import lock
 
     directory, path = config.runtime_directory(), config.socket_path()

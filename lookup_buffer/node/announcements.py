@@ -8,7 +8,7 @@ is queried again until it is judged dead, or until the insert's deadline. Until 
 the item.
 
 If the store is down, the insert is answered without it. The record is published later, and a key
-that is on two nodes by then becomes one. Called by `insert` and, through `node.py`, by the
+that is on two nodes by then becomes one. Called by `insert` and, through `main.py`, by the
 publisher's reports. Runs on the loop's thread.
 """
 

@@ -34,10 +34,9 @@ from typing import Any, NamedTuple
 
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena
-from lookup_buffer.node.connection import Connection, Fields, Owner, Session
+from lookup_buffer.node.connection import Fields, Owner, Session, granted
 from lookup_buffer.node.counters import RENEWED, UNASKED, Counters
 from lookup_buffer.node.locate import Locator, Waiting
-from lookup_buffer.node.loop import granted
 from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
@@ -342,7 +341,7 @@ class Claims:
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     _sessions: defaultdict[Session, _Turns] = field(default_factory=lambda: defaultdict(_Turns))
 
-    async def claim(self, _: Connection, session: Session, request: Claim) -> Fields:
+    async def claim(self, session: Session, request: Claim) -> Fields:
         """Answer as `Claim` says, at once or when the wait is over."""
         state, lease_seconds = ClaimState(request.state), request.lease_seconds
         if state is ClaimState.INTENT:
@@ -357,7 +356,7 @@ class Claims:
             "remaining_seconds": answer.remaining_seconds,
         }
 
-    async def release(self, _: Connection, session: Session, request: ReleaseClaim) -> Fields:
+    async def release(self, session: Session, request: ReleaseClaim) -> Fields:
         """Release a claim; answers whether it was still this engine's."""
         (released,) = self._release(session, [(request.namespace, request.key)])
         return {"released": await released is True}
@@ -423,7 +422,7 @@ class Claims:
 
     def _start(self, session: Session, request: Request, *args: Any) -> asyncio.Task[None] | None:
         """Start a request which, from now on, has its turn or waits for it."""
-        active, task = self._sessions[session].active, session.start(request, session, *args)
+        active, task = self._sessions[session].active, session.start(request(session, *args))
         if task is not None:
             active.add(task)
             task.add_done_callback(active.discard)

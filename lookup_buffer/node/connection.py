@@ -5,11 +5,10 @@ frames, encodes replies and passes descriptors both ways (on a unix socket only)
 Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`: a remote end that does not read its
 replies is disconnected. Created by `server` (clients), `takes` and `handoffs` (nodes).
 
-A `Session` has a client's connections, staging areas, engine rank, and the requests that wait. It
-begins with `Hello` on its main connection, the first one. It ends with `Goodbye`, or with that
-connection. `Session.run` owns the tasks of its requests, and returns when all of them have ended:
-only then the server gives back what the session holds. Created by `server`. Both are used on the
-loop's thread only.
+A `Session` has a client's connections, engine rank, and the requests that wait. It begins with
+`Hello` on its main connection, the first one. It ends with `Goodbye`, or with that connection.
+`Session.run` returns when the last of its requests has ended: only then the server gives back what
+the session holds. Created by `server`. Both are used on the loop's thread only.
 """
 
 import array
@@ -20,12 +19,11 @@ import struct
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec
+from typing import Any, TypeVar
 
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.protocol.framing import FrameDecoder, Macs, encode_frame
 from lookup_buffer.protocol.messages import Request
-from lookup_buffer.shm.memory import Mapping
 from lookup_buffer.times import TRANSFER_TOLD_SECONDS
 
 READ_BYTES = 64 << 10
@@ -39,11 +37,51 @@ _CUT_OFF = int(socket.MSG_CTRUNC)
 _SO_PEERPIDFD = 77
 """Linux' number; Python's `socket` has no name for it yet."""
 
+T = TypeVar("T")
 Fields = dict[str, Any]
 """What a reply says, without the request's id."""
+Answer = Fields | Coroutine[Any, Any, Fields] | None
+"""How a request is answered: at once, by a coroutine as its task, or, if it is one-way, not."""
+Fetching = Callable[[int], None]
+"""Called with the bytes of a transfer that begins."""
 Owner = str | int
 """An engine's id, or the session's number if the client belongs to no engine."""
-P = ParamSpec("P")
+
+
+class Tasks(set["asyncio.Task[Any]"]):
+    """The tasks of one owner that have not ended."""
+
+    def own(self, task: "asyncio.Task[Any]") -> "asyncio.Task[Any]":
+        self.add(task)
+        task.add_done_callback(self.discard)
+        return task
+
+    def cancel(self) -> None:
+        for task in self:
+            task.cancel()
+
+
+async def granted(
+    grant: "asyncio.Future[T]", until: float | None, undo: Callable[[T], object] = lambda _: None
+) -> T:
+    """The result of `grant`, which takes effect when it is set: also if that is in the turn of the
+    deadline. If it is in the turn of a cancellation, the result is undone. A grant that comes later
+    finds that it is cancelled.
+
+    Raises:
+        TimeoutError: there is no result at `until`, by the loop's clock.
+    """
+    try:
+        async with asyncio.timeout_at(until):
+            return await grant
+    except TimeoutError:
+        if grant.cancelled():
+            raise
+        return grant.result()
+    except asyncio.CancelledError:
+        if not grant.cancelled():
+            undo(grant.result())
+        raise
 
 
 class Connection:
@@ -71,7 +109,7 @@ class Connection:
         self._open = True
         self._is_heard = True
         self._gathering = False
-        self._requests: set[asyncio.Task[None]] = set()
+        self._requests = Tasks()
         self.pid, self.uid = _peer_of(sock) if sock.family == socket.AF_UNIX else (0, -1)
         sock.setblocking(False)
         loop.add_reader(sock.fileno(), self._readable)
@@ -94,19 +132,12 @@ class Connection:
 
     def start(self, request: Coroutine[Any, Any, None]) -> "asyncio.Task[None] | None":
         """Run a request that waits; the end of this connection cancels it. It answers its own
-        errors: one that it raises is a bug. Returns None if the connection has ended."""
+        errors: one that it raises is a bug, which asyncio reports. Returns None if the connection
+        has ended."""
         if not self._open:
             request.close()
             return None
-        return self.own(self._loop.create_task(request))
-
-    def own(self, request: "asyncio.Task[None]") -> "asyncio.Task[None]":
-        """Cancel `request` when this connection ends. Returns it."""
-        self._requests.add(request)
-        request.add_done_callback(self._requests.discard)
-        if not self._open:
-            request.cancel()
-        return request
+        return self._requests.own(self._loop.create_task(request))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -120,19 +151,21 @@ class Connection:
                 self._flush()
 
     @contextmanager
-    def fetching(self, request_id: int, nbytes: int) -> Iterator[None]:
-        """Announce, now and again until the end of the `with` block, that bytes for a request are
-        on their way: its client waits for as long as their transfer makes progress."""
+    def fetching(self, request_id: int) -> Iterator[Fetching]:
+        """A function that announces, at its call and again until the end of the `with` block, that
+        bytes for a request are on their way: its client waits for as long as their transfer makes
+        progress."""
         timer: asyncio.TimerHandle | None = None
 
-        def tell() -> None:
+        def tell(nbytes: int) -> None:
             nonlocal timer
+            if timer is not None:
+                timer.cancel()  # of an earlier holder
             self.send({"id": request_id, "fetching": nbytes})
-            timer = self._loop.call_later(TRANSFER_TOLD_SECONDS, tell)
+            timer = self._loop.call_later(TRANSFER_TOLD_SECONDS, tell, nbytes)
 
-        tell()
         try:
-            yield
+            yield tell
         finally:
             if timer is not None:
                 timer.cancel()
@@ -179,8 +212,7 @@ class Connection:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
-        for request in self._requests:
-            request.cancel()
+        self._requests.cancel()
         self._on_end(self, error)
 
     def _readable(self) -> None:
@@ -219,9 +251,7 @@ class Connection:
                 self.end(ProtocolError(f"{OUTPUT_MAX_BYTES} bytes of replies are not read"))
             else:
                 self._loop.add_writer(self._socket.fileno(), self._writable)
-        except (
-            ConnectionError
-        ):  # the remote end closed; what it sent before (a Goodbye) is still read
+        except ConnectionError:  # it closed; what it sent before (a Goodbye) is still read
             self._is_heard = False
             self._output.clear()
         except OSError:
@@ -251,25 +281,19 @@ class Session:
     anchor: Connection
     seat: Seat | None
     connections: set[Connection] = field(default_factory=set)
-    stagings: dict[Connection, Mapping] = field(default_factory=dict)
-    _requests: asyncio.TaskGroup | None = None
-    """None before `run`, and after `end`."""
-    _says_goodbye: bool | None = None
-    """None until `end`."""
-    _ending: asyncio.Event = field(default_factory=asyncio.Event)
+    awaiting: Tasks = field(default_factory=Tasks)
+    """Each waits for a key that no node has."""
+    _requests: Tasks = field(default_factory=Tasks)
+    _says_goodbye: bool = False
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.connections.add(self.anchor)
 
     @property
-    def is_open(self) -> bool:
-        """Whether it takes requests."""
-        return self._requests is not None
-
-    @property
     def has_ended(self) -> bool:
         """Whether its requests are being cancelled: they pin nothing any more."""
-        return self._says_goodbye is not None
+        return self._ended.is_set()
 
     @property
     def owner(self) -> Owner:
@@ -293,56 +317,31 @@ class Session:
         """Send an event of `request` on the main connection."""
         self.anchor.send({"id": request.id, **event})
 
+    def start(
+        self, request: Coroutine[Any, Any, None], connection: Connection | None = None
+    ) -> "asyncio.Task[None] | None":
+        """Run a request that waits, see `Connection.start`: that of the main connection, if it did
+        not come on `connection`."""
+        task = (connection or self.anchor).start(request)
+        return None if task is None else self._requests.own(task)
+
     async def run(self) -> bool:
-        """Run requests until `end`, which cancels those that wait. Returns what that was called
-        with, once the last of them has ended."""
+        """Returns after `end`, once the last request has ended: whether the client said Goodbye."""
         try:
-            if not self.has_ended:  # by what came with its Hello
-                async with asyncio.TaskGroup() as self._requests:
-                    await self._ending.wait()
+            await self._ended.wait()
         finally:  # also if the node ends
             self.end(says_goodbye=False)
-        return self._says_goodbye is True
+            if self._requests:
+                await asyncio.wait(self._requests)
+        return self._says_goodbye
 
     def end(self, *, says_goodbye: bool) -> None:
-        """Take no more requests, and close the connections, which cancels those that wait.
-        Idempotent."""
-        self._requests = None
-        if self._says_goodbye is None:
+        """Close the connections, which cancels the requests that wait. Idempotent."""
+        if not self.has_ended:
             self._says_goodbye = says_goodbye
-        self._ending.set()
+            self._ended.set()
         for connection in list(self.connections):
             connection.end(None)
-
-    def start(
-        self,
-        request: Callable[P, Coroutine[Any, Any, object]],
-        *arguments: P.args,
-        **named: P.kwargs,
-    ) -> "asyncio.Task[None] | None":
-        """Run a request that waits, until it ends or the session does."""
-        return self.start_on(self.anchor, request, *arguments, **named)
-
-    def start_on(
-        self,
-        connection: Connection,
-        request: Callable[P, Coroutine[Any, Any, object]],
-        *arguments: P.args,
-        **named: P.kwargs,
-    ) -> "asyncio.Task[None] | None":
-        """As `start`; the end of that connection cancels it, too. It answers its own errors: one
-        that it raises is a bug, which is reported. Returns None if the session has ended."""
-        if self._requests is None:
-            return None
-
-        async def reported() -> None:
-            try:
-                await request(*arguments, **named)
-            except Exception as error:  # noqa: BLE001 -- it must not end the session's others
-                context = {"message": "a request failed; this is a bug", "exception": error}
-                asyncio.get_running_loop().call_exception_handler(context)
-
-        return connection.own(self._requests.create_task(reported()))
 
 
 def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

@@ -128,7 +128,7 @@ class Counters:
         self.fetch_seconds = Histogram()
         """Successful fetches, from the request to the verified bytes."""
         self.loop_blocked_seconds = Histogram()
-        """Iterations of the node's loop that were longer than `loop.BLOCKED_SECONDS`."""
+        """Iterations of the node's loop that were longer than `main.BLOCKED_SECONDS`."""
         self.encode_seconds = Histogram()
         """Encodes whose output was stored here, from the step that was to run them."""
 
@@ -150,22 +150,28 @@ class Counters:
         self._totals[ENCODES] += 1
         self._totals[ENCODE_MILLISECONDS] += round(seconds * 1e3)
 
-    def hit(self, item: Item, count: int = 1) -> None:
-        """Count hits of `item`, local or remote by its origin, and by its key."""
-        self._count_source(item, count)
-        self._count_hits(item.address, count)
+    def hit(self, item: Item, count: int = 1, *, by_key: bool = True) -> None:
+        """Count hits of `item`, local or remote by its origin, and by its key; not those of a
+        hand-off that is taken: each is hit once, and would displace hot keys."""
+        source = "local" if item.origin == "local" else "remote"
+        self._count_to(source, count, count * item.nbytes)
+        if by_key:
+            self._count_hits(item.address, count)
 
     def hit_lane(self, address: QualifiedKey, nbytes: int) -> None:
         """Count a hit whose bytes are in the device pool of the reader's process."""
         self._count_to("lane", 1, nbytes)
         self._count_hits(address, 1)
 
-    def hit_handoff(self, item: Item, count: int = 1) -> None:
-        """Count hits of a hand-off, not by key: each is hit once, and would displace hot keys."""
-        self._count_source(item, count)
-
     def totals(self) -> dict[str, int]:
         return dict(self._totals)
+
+    def histograms(self) -> dict[str, tuple[list[int], float]]:
+        return {
+            "fetch_seconds": self.fetch_seconds.read(),
+            "encode_seconds": self.encode_seconds.read(),
+            "loop_blocked_seconds": self.loop_blocked_seconds.read(),
+        }
 
     def take_unflushed(self) -> dict[str | None, dict[str, int]]:
         """What was counted since the last call: None → counters, each namespace → hits by key. On
@@ -195,10 +201,6 @@ class Counters:
         """The failed fetches since the last call: reason and holder by address."""
         failures, self._failures = self._failures, {}
         return failures
-
-    def _count_source(self, item: Item, count: int) -> None:
-        source = "local" if item.origin == "local" else "remote"
-        self._count_to(source, count, count * item.nbytes)
 
     def _count_to(self, source: str, count: int, nbytes: int) -> None:
         self._totals[f"hits_{source}"] += count

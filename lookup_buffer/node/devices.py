@@ -26,10 +26,9 @@ from typing import Any, Final
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena, Item
-from lookup_buffer.node.connection import Session
+from lookup_buffer.node.connection import Session, granted
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located, Locator
-from lookup_buffer.node.loop import granted
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.protocol.fields import Fallback, MaybeFallback
 from lookup_buffer.protocol.header import DTYPES, TensorHeader

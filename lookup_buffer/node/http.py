@@ -5,6 +5,7 @@ node's loop. A process that ends is started again; connections wait meanwhile, s
 socket stays open here. Used on the loop's thread.
 """
 
+import asyncio
 import errno
 import json
 import logging
@@ -27,6 +28,8 @@ BIND_SECONDS: Final = 2.0
 AGAIN_SECONDS: Final = 2.0
 AGAIN_SECONDS_MAX: Final = 60.0
 """Pause before a process that ended is started again, doubled each time it ends early."""
+LOOK_SECONDS: Final = 0.25
+"""How often it is checked whether the process has ended."""
 STEADY_SECONDS: Final = 30.0
 """A process that ran so long did not end early."""
 _PACKAGES: Final = Path(__file__).resolve().parent.parent.parent
@@ -58,14 +61,9 @@ class HttpProcess:
         shown = f"[{host}]" if family == socket.AF_INET6 else host
         self.address = f"http://{shown}:{self._listener.getsockname()[1]}"
         """The URL, with the actual port."""
-        self._input = b""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started_at = self._start_at = 0.0
-        self._pause_seconds = AGAIN_SECONDS
-        self._closed = False
 
-    def start(self, node: str, socket_path: Path, config: BufferConfig) -> None:
-        """Start the process, which asks the node at `socket_path`."""
+    async def run(self, node: str, socket_path: Path, config: BufferConfig) -> None:
+        """Keep the process running, which asks the node at `socket_path`, until cancelled."""
         start = {
             "node": node,
             "node_pid": os.getpid(),
@@ -73,57 +71,42 @@ class HttpProcess:
             "listener": self._listener.fileno(),
             "settings": json.loads(to_json(config)),
         }
-        self._input = json.dumps(start).encode() + b"\n"
-        self._launch()
-
-    def tick(self) -> None:
-        """To be called a few times a second: starts the process again after it has ended."""
-        if self._process is not None and self._process.poll() is not None:
-            code = self._process.returncode
-            _log.error("the dashboard's process ended (code %d); it is started again", code)
-            self._end()
-            self._pause()
-        elif self._process is None and not self._closed and time.monotonic() >= self._start_at:
-            self._launch()
-
-    def close(self) -> None:
-        """Kill the process: it only reads, so that is safe at any moment. Idempotent."""
-        self._closed = True
-        self._end()
-        self._listener.close()
-
-    def _launch(self) -> None:
-        """Without waiting for its program to load."""
+        pause_seconds = AGAIN_SECONDS
         try:
-            self._process = subprocess.Popen(
-                (sys.executable, "-P", "-c", _PROGRAM),
-                stdin=subprocess.PIPE,
-                pass_fds=[self._listener.fileno()],
-                start_new_session=True,
-            )
-        except OSError as error:  # for example at the limit of processes
-            _log.error("the dashboard's process cannot be started; retried: %s", error)
-            self._pause()
-            return
-        self._started_at = time.monotonic()
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already
-            self._process.stdin.write(self._input)
-            self._process.stdin.flush()  # and stays open: its end is that of the node
+            while True:
+                started_at = time.monotonic()
+                try:
+                    code = await self._run_once(json.dumps(start).encode() + b"\n")
+                    _log.error("the dashboard's process ended (code %d); it is started again", code)
+                except OSError as error:  # for example at the limit of processes
+                    _log.error("the dashboard's process cannot be started; retried: %s", error)
+                if time.monotonic() - started_at > STEADY_SECONDS:
+                    pause_seconds = AGAIN_SECONDS
+                await asyncio.sleep(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, AGAIN_SECONDS_MAX)
+        finally:
+            self._listener.close()
 
-    def _pause(self) -> None:
-        now = time.monotonic()
-        if now - self._started_at > STEADY_SECONDS:
-            self._pause_seconds = AGAIN_SECONDS
-        self._start_at = now + self._pause_seconds
-        self._pause_seconds = min(2 * self._pause_seconds, AGAIN_SECONDS_MAX)
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
+    async def _run_once(self, start: bytes) -> int:
+        """Start the process and return its exit code; if cancelled, kill it: it only reads, so that
+        is safe at any moment."""
+        process = subprocess.Popen(
+            (sys.executable, "-P", "-c", _PROGRAM),
+            stdin=subprocess.PIPE,
+            pass_fds=[self._listener.fileno()],
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        try:
+            with suppress(BrokenPipeError):  # it has ended already
+                process.stdin.write(start)
+                process.stdin.flush()  # and stays open: its end is that of the node
+            while (code := process.poll()) is None:
+                await asyncio.sleep(LOOK_SECONDS)
+            return code
+        finally:
             process.kill()
             process.wait()
-            assert process.stdin is not None
             with suppress(BrokenPipeError):
                 process.stdin.close()
 

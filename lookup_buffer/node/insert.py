@@ -11,10 +11,10 @@ also if its client leaves. Called by `server`.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import os
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
@@ -22,13 +22,14 @@ from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arena import Arena, Item, Pin
 from lookup_buffer.node.claims import Claims
-from lookup_buffer.node.connection import Connection, Session
+from lookup_buffer.node.connection import Connection, Fields, Session, Tasks
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Arrival, Handoffs
 from lookup_buffer.node.locate import Waiting
+from lookup_buffer.node.read import Reads
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_fields
-from lookup_buffer.shm.memory import Mapping
+from lookup_buffer.shm.memory import Mapping, adopt_staging
 
 COPY_INLINE_BYTES = 512 << 10
 """Up to this size the copy on the loop's thread (15 to 100 µs measured) costs less than a change
@@ -41,12 +42,17 @@ WRITING_SECONDS_MAX = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """One tensor of a request."""
+    """One tensor of a request, and its result."""
 
     address: QualifiedKey
     header: TensorHeader
     offset: int
     """Of its bytes in the staging area."""
+    result: Fields | None = None
+
+
+Reserved = tuple[_Part, Item]
+"""A part, and the memory for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,9 +64,8 @@ class _Inserting:
     request: Insert
     staging: Mapping | None
     parts: list[_Part]
-    results: list[dict[str, Any] | None]
-    tasks: set["asyncio.Task[None]"] = field(default_factory=set)
-    waiting: set["asyncio.Task[None]"] = field(default_factory=set)
+    tasks: Tasks = field(default_factory=Tasks)
+    waiting: Tasks = field(default_factory=Tasks)
     """Those whose part is not admitted: the end of the connection cancels them."""
 
     def admitted(self) -> None:
@@ -72,8 +77,6 @@ class _Inserting:
 
 @dataclass(slots=True)
 class Inserts:
-    """`on_stored(address)` is called for each complete item, while it is pinned."""
-
     loop: asyncio.AbstractEventLoop
     arena: Arena
     counters: Counters
@@ -81,7 +84,9 @@ class Inserts:
     handoffs: Handoffs
     claims: Claims
     announcements: Announcements
-    on_stored: Callable[[QualifiedKey], None]
+    reads: Reads
+    stagings: dict[Connection, Mapping] = field(default_factory=dict)
+    """The staging area of each connection that has one."""
     _inserting: dict[Connection, _Inserting] = field(default_factory=dict)
     """One request at a time for each connection."""
     _copiers: ThreadPoolExecutor = field(
@@ -96,33 +101,46 @@ class Inserts:
         """
         if connection in self._inserting:
             raise ProtocolError("an insert is already in flight on this connection")
-        staging = session.stagings.get(connection)
+        staging = self.stagings.get(connection)
         parts = _parts(request, 0 if staging is None else staging.nbytes)
-        one = _Inserting(connection, session, request, staging, parts, [None] * len(parts))
-        self._inserting[connection] = one
+        one = self._inserting[connection] = _Inserting(connection, session, request, staging, parts)
         reserved, handoffs = [], dict[QualifiedKey, asyncio.Task[None]]()
-        for index, part in enumerate(parts):
+        for part in parts:
             if is_handoff(part.address[1]):
-                insert = self._hand_off(one, index, handoffs.get(part.address))
+                insert = self._hand_off(one, part, handoffs.get(part.address))
                 handoffs[part.address] = self._start(one, insert, waits=True)
-            elif (item := self._reserve(one, index)) is not None:
-                reserved.append((index, item))
-            elif one.results[index] is None:
-                self._start(one, self._retry(one, index), waits=True)
-        if sum(item.nbytes for _, item in reserved) <= COPY_INLINE_BYTES:
-            for index, item in reserved:
-                self._store(one, index, item, self._fill(one, index, item))
+            elif (item := self._reserve(one, part)) is not None:
+                reserved.append((part, item))
+            elif part.result is None:
+                self._start(one, self._retry(one, part), waits=True)
+        if _is_small(reserved):
+            self._store(one, reserved, self._fill(one, reserved))
         else:
             self._start(one, self._copy_and_store(one, reserved), waits=False)
         self._answer_if_complete(one)
 
-    def unstage(self, session: Session, connection: Connection) -> None:
+    def stage(self, connection: Connection) -> Fields:
+        """Use the area whose descriptor the client has sent for its next inserts.
+
+        Raises:
+            ProtocolError: it sent none, or one of no such area.
+        """
+        descriptor = connection.take_descriptor()
+        try:
+            staging = adopt_staging(descriptor, self.arena.memory.nbytes)
+        finally:
+            os.close(descriptor)
+        self.unstage(connection)
+        self.stagings[connection] = staging
+        return {}
+
+    def unstage(self, connection: Connection) -> None:
         """Unmap the connection's staging area; if an insert uses it, after that. What waits to be
         admitted is dropped."""
-        staging = session.stagings.pop(connection, None)
+        staging = self.stagings.pop(connection, None)
         inserting = self._inserting.get(connection)
-        for task in inserting.waiting if inserting else ():
-            task.cancel()
+        if inserting is not None:
+            inserting.waiting.cancel()
         if staging is not None and (inserting is None or inserting.staging is not staging):
             staging.close()
 
@@ -134,133 +152,130 @@ class Inserts:
     def _start(
         self, one: _Inserting, part: Coroutine[Any, Any, None], *, waits: bool
     ) -> "asyncio.Task[None]":
-        task = self.loop.create_task(part)
-        one.tasks.add(task)
+        task = one.tasks.own(self.loop.create_task(part))
         if waits:
-            one.waiting.add(task)
-        task.add_done_callback(partial(self._ended, one))
+            one.waiting.own(task)
+        task.add_done_callback(lambda _: self._answer_if_complete(one))
         return task
-
-    def _ended(self, one: _Inserting, task: "asyncio.Task[None]") -> None:
-        one.tasks.discard(task)
-        one.waiting.discard(task)
-        self._answer_if_complete(one)
 
     def _answer_if_complete(self, one: _Inserting) -> None:
         if one.tasks:
             return
         del self._inserting[one.connection]
-        if one.staging is not None and one.session.stagings.get(one.connection) is not one.staging:
+        if one.staging is not None and self.stagings.get(one.connection) is not one.staging:
             one.staging.close()  # the connection ended, or its area was replaced, meanwhile
-        if None not in one.results:  # else it was dropped
-            one.connection.send({"id": one.request.id, "results": one.results})
+        results = [part.result for part in one.parts]
+        if None not in results:  # else it was dropped
+            one.connection.send({"id": one.request.id, "results": results})
 
-    def _refuse(self, one: _Inserting, index: int, error: LookupBufferError) -> None:
+    def _refuse(self, part: _Part, error: LookupBufferError) -> None:
         self.counters.add("inserts_refused")
-        one.results[index] = error_fields(error)
+        part.result = error_fields(error)
+
+    def _exists(self, part: _Part) -> None:
+        self.counters.add("inserts_exists")
+        part.result = {"outcome": InsertOutcome.EXISTS.value}
+
+    def _stored(self, part: _Part, item: Item) -> None:
+        """The item is complete, and pinned until its readers are told."""
+        self.counters.add("inserts_stored")
+        self.counters.add("bytes_inserted", item.nbytes)
+        self.reads.arrived(item.address)
+        part.result = {"outcome": InsertOutcome.STORED.value, "checksum": item.checksum}
 
     # -- shared items
 
-    def _reserve(self, one: _Inserting, index: int) -> Item | None:
+    def _reserve(self, one: _Inserting, part: _Part) -> Item | None:
         """Memory for a part; None if it has its result, or if another one is writing the key."""
-        part = one.parts[index]
         try:
             item = self.arena.reserve(
                 part.address, part.header, origin="local", ttl_seconds=one.request.ttl_seconds
             )
         except LookupBufferError as error:
-            self._refuse(one, index, error)
+            self._refuse(part, error)
             return None
         if item is None and self.arena.holds(part.address):
-            self.counters.add("inserts_exists")
             self.claims.inserted(one.session, part.address)
-            one.results[index] = {"outcome": InsertOutcome.EXISTS.value}
+            self._exists(part)
         return item
 
-    async def _retry(self, one: _Inserting, index: int) -> None:
+    async def _retry(self, one: _Inserting, part: _Part) -> None:
         """Another one is writing the key: insert it if that fails, and refuse it if that takes
         long, as a transfer over a slow network may."""
         until = self.loop.time() + WRITING_SECONDS_MAX
-        while (item := self._reserve(one, index)) is None:
-            if one.results[index] is not None:
+        while (item := self._reserve(one, part)) is None:
+            if part.result is not None:
                 return
             if self.loop.time() >= until:
-                self._refuse(one, index, BufferFull("this key is being written; insert it again"))
+                self._refuse(part, BufferFull("this key is being written; insert it again"))
                 return
-            await self.waiting.pause(one.parts[index].address, LOOK_AGAIN_SECONDS)
+            await self.waiting.pause(part.address, LOOK_AGAIN_SECONDS)
         one.admitted()
-        await self._copy_and_store(one, [(index, item)])
+        await self._copy_and_store(one, [(part, item)])
 
-    async def _copy_and_store(self, one: _Inserting, reserved: Sequence[tuple[int, Item]]) -> None:
-        checksums = await self._copy(one, reserved)
-        for (index, item), checksum in zip(reserved, checksums, strict=True):
-            self._store(one, index, item, checksum)
+    async def _copy_and_store(self, one: _Inserting, reserved: Sequence[Reserved]) -> None:
+        self._store(one, reserved, await self._copy(one, reserved))
 
-    def _store(self, one: _Inserting, index: int, item: Item, checksum: int) -> None:
-        pin = self._commit(one, item, checksum)
-        self.claims.inserted(one.session, item.address)
-        self._stored(one, index, item)
-        self.arena.release([pin.ticket], one.session.id)
+    def _store(
+        self, one: _Inserting, reserved: Sequence[Reserved], checksums: Sequence[int]
+    ) -> None:
+        for (part, item), checksum in zip(reserved, checksums, strict=True):
+            pin = self._commit(one, item, checksum)
+            self.claims.inserted(one.session, item.address)
+            self._stored(part, item)
+            self.arena.release([pin.ticket], one.session.id)
 
     # -- hand-offs
 
     async def _hand_off(
-        self, one: _Inserting, index: int, earlier: "asyncio.Task[None] | None"
+        self, one: _Inserting, part: _Part, earlier: "asyncio.Task[None] | None"
     ) -> None:
         """Insert a hand-off, after an earlier one of the same key in the request."""
         if earlier is not None:
             await asyncio.wait([earlier])
-        part, request = one.parts[index], one.request
-        until = self.loop.time() + request.wait_seconds
-        arrival = Arrival(part.address, part.header, request.ttl_seconds)
+        until = self.loop.time() + one.request.wait_seconds
+        arrival = Arrival(part.address, part.header, one.request.ttl_seconds)
         try:
             item = self.handoffs.reserve(arrival, until)
             if item is None:
                 self.waiting.arrived(part.address)  # waiters of this host now queue for it
                 item = await self.handoffs.admitted(arrival, until)
             one.admitted()
-            (checksum,) = await self._copy(one, [(index, item)])
+            (checksum,) = await self._copy(one, [(part, item)])
             pin = self._commit(one, item, checksum)
             try:
-                outcome = await self.announcements.confirm(item, until)
-                if outcome is InsertOutcome.STORED:
-                    self._stored(one, index, item)
+                if await self.announcements.confirm(item, until) is InsertOutcome.STORED:
+                    self._stored(part, item)
+                else:
+                    self._exists(part)
             finally:
                 self.arena.release([pin.ticket], one.session.id)
         except LookupBufferError as error:
-            self._refuse(one, index, error)
-            return
+            self._refuse(part, error)
         finally:
             self.handoffs.landed(arrival)
-        if outcome is not InsertOutcome.STORED:
-            self.counters.add("inserts_exists")
-            one.results[index] = {"outcome": outcome.value}
 
     # -- the copy
 
-    async def _copy(self, one: _Inserting, reserved: Sequence[tuple[int, Item]]) -> list[int]:
+    async def _copy(self, one: _Inserting, reserved: Sequence[Reserved]) -> list[int]:
         """Copy bytes into the reserved memory, which no end of the client interrupts; returns
         their checksums."""
-        fill = partial(self._fill_all, one, reserved)
-        if sum(item.nbytes for _, item in reserved) <= COPY_INLINE_BYTES:
-            return fill()
-        return await asyncio.shield(self.loop.run_in_executor(self._copiers, fill))
+        if _is_small(reserved):
+            return self._fill(one, reserved)
+        copying = self.loop.run_in_executor(self._copiers, self._fill, one, reserved)
+        return await asyncio.shield(copying)
 
-    def _fill_all(self, one: _Inserting, reserved: Sequence[tuple[int, Item]]) -> list[int]:
-        return [self._fill(one, index, item) for index, item in reserved]
-
-    def _fill(self, one: _Inserting, index: int, item: Item) -> int:
-        return self.arena.fill(item, one.staging, one.parts[index].offset)
+    def _fill(self, one: _Inserting, reserved: Sequence[Reserved]) -> list[int]:
+        return [self.arena.fill(item, one.staging, part.offset) for part, item in reserved]
 
     def _commit(self, one: _Inserting, item: Item, checksum: int) -> Pin:
         item.device = one.session.device
         return self.arena.commit(item, checksum, one.session.id)
 
-    def _stored(self, one: _Inserting, index: int, item: Item) -> None:
-        self.counters.add("inserts_stored")
-        self.counters.add("bytes_inserted", item.nbytes)
-        self.on_stored(item.address)
-        one.results[index] = {"outcome": InsertOutcome.STORED.value, "checksum": item.checksum}
+
+def _is_small(reserved: Sequence[Reserved]) -> bool:
+    """Whether they are copied on the loop's thread."""
+    return sum(item.nbytes for _, item in reserved) <= COPY_INLINE_BYTES
 
 
 def _parts(request: Insert, staging_bytes: int) -> list[_Part]:

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, NamedTuple
 
 from lookup_buffer.config import parse_tcp
@@ -78,6 +78,14 @@ class ThreadPool:
 
     def _without_threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self._most, thread_name_prefix=self._name)
+
+
+def call_from_thread(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object
+) -> None:
+    """Schedule `function` on the loop's thread. Does nothing if the loop is closed."""
+    with suppress(RuntimeError):  # closed: the node is shutting down, and no request waits
+        loop.call_soon_threadsafe(function, *arguments)
 
 
 class Link(NamedTuple):

@@ -3,7 +3,7 @@
 Accepting, handshakes and requests are on the loop; threads (`lb-send`) send what a socket does not
 take at once, directly from the arena, pinned meanwhile. So a connection without a request costs no
 thread. A request for another boot or generation is answered `stale`, and the record in the store is
-corrected. `node.py` starts it; the callers are the fetchers and owners of other nodes.
+corrected. `main.py` starts it; the callers are the fetchers and owners of other nodes.
 
 Connections whose handshake is not done have places of their own, of which the oldest is dropped:
 strangers take none from other nodes. The other places follow the size of the fleet; if they are
@@ -24,8 +24,7 @@ from lookup_buffer.node.arena import PEER_OWNER, Arena, Pin
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Askers
-from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, ThreadPool, greet
-from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, ThreadPool, call_from_thread, greet
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.protocol.acceptor import RETRY_SECONDS, listening_socket
 from lookup_buffer.protocol.auth import Purpose

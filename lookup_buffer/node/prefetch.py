@@ -7,7 +7,6 @@ answered when they are published. Called by `server` on the loop's thread.
 
 import asyncio
 import functools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -48,8 +47,6 @@ class Prefetches:
     counters: Counters
     sessions: Mapping[int, Session]
     """All that are open, by id."""
-    _awaited: Counter[int] = field(default_factory=Counter)
-    """By session: for how many keys it waits."""
 
     def prefetch(self, session: Session, request: Prefetch) -> None:
         """Send the entries of what is here now, and bring the rest."""
@@ -77,7 +74,7 @@ class Prefetches:
                 session.tell(claim_all, event)
 
         def locate_at_last() -> None:
-            if session.is_open:
+            if not session.has_ended:
                 located()
 
         if self.reads.locator.claims is None or not self.claims.is_idle(session):
@@ -97,7 +94,7 @@ class Prefetches:
                 rest.append(address)
         self._answer(pending, missing)
         if rest:
-            pending.session.start(self._bring_rest, pending, rest)
+            pending.session.start(self._bring_rest(pending, rest))
 
     async def _bring_rest(self, pending: _Pending, rest: Sequence[QualifiedKey]) -> None:
         shared = [address for address in rest if not is_handoff(address[1])]
@@ -131,8 +128,7 @@ class Prefetches:
             for address, fetched in came:
                 if self._is_awaited(pending, address, fetched):
                     awaiting = group.create_task(self._await(pending, address))
-                    awaiting.add_done_callback(lambda _: self._forget_awaited(pending))
-                    self._awaited[pending.session.id] += 1
+                    pending.session.awaiting.own(awaiting)
                 else:
                     final.append((address, fetched))
             self._answer(pending, final)
@@ -142,13 +138,8 @@ class Prefetches:
         hold the pins that fill the arena."""
         is_missing = fetched.held is None and not self.reads.arena.holds(address)
         may_come = is_missing and fetched.reason != MissReason.NO_ROOM
-        is_bounded = self._awaited[pending.session.id] < AWAITED_MAX
+        is_bounded = len(pending.session.awaiting) < AWAITED_MAX
         return may_come and is_bounded and self._may_wait(pending, address)
-
-    def _forget_awaited(self, pending: _Pending) -> None:
-        self._awaited[pending.session.id] -= 1
-        if not self._awaited[pending.session.id]:
-            del self._awaited[pending.session.id]
 
     async def _await(self, pending: _Pending, address: QualifiedKey) -> None:
         def answer(fetched: Fetched) -> bool | None:

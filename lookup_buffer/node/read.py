@@ -8,7 +8,7 @@ never kept: each reader gets its own, which is freed with its pin. Called by `se
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
@@ -16,7 +16,14 @@ from typing import Final, TypeVar
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.arena import Arena, Pin
-from lookup_buffer.node.connection import Connection, Fields, Session
+from lookup_buffer.node.connection import (
+    Answer,
+    Connection,
+    Fetching,
+    Fields,
+    Session,
+    Tasks,
+)
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located, Locator, Waiting
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
@@ -30,11 +37,6 @@ NOTHING: Final = Fetched(None)
 """Nothing came from another node; the key may have been inserted here."""
 
 T = TypeVar("T")
-Fetching = Callable[[int], None]
-"""Called with the bytes of a transfer that begins."""
-
-
-def _ignore(nbytes: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +48,9 @@ class _Fetch:
 
     address: QualifiedKey
     readers: "list[_Reader]" = field(default_factory=list)
-    nbytes: int | None = None
-    """Set when the transfer begins."""
+    has_begun: bool = False
+    """Whether its bytes are on the way; then there are `nbytes` of them."""
+    nbytes: int = 0
     result: Fetched | None = None
     is_doubted: bool = False
     """The running look-up may be out of date: repeat it."""
@@ -55,23 +58,20 @@ class _Fetch:
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """A request that waits for `fetches`. `came`: those with a result that it has not read yet."""
+    """A request that waits for `fetches`. `news`: one whose transfer begins, or that has its
+    result."""
 
-    fetching: Fetching
     fetches: set[_Fetch] = field(default_factory=set)
-    came: list[_Fetch] = field(default_factory=list)
-    _told: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Queue[_Fetch] = field(default_factory=asyncio.Queue)
 
-    def tell(self, fetch: _Fetch) -> None:
-        self.came.append(fetch)
-        self._told.set()
-
-    async def read(self) -> list[_Fetch]:
+    async def came(self) -> list[_Fetch]:
         """Those that have their result since the last call; waits for one."""
-        await self._told.wait()
-        self._told.clear()
-        came, self.came = self.came, []
-        return came
+        came: dict[_Fetch, None] = {}
+        while not (came and self.news.empty()):
+            fetch = await self.news.get()
+            if fetch.result is not None:
+                came[fetch] = None
+        return list(came)
 
 
 @dataclass(slots=True)
@@ -84,12 +84,13 @@ class Reads:
     counters: Counters
     boot: str
     _fetches: dict[QualifiedKey, _Fetch] = field(default_factory=dict)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _tasks: Tasks = field(default_factory=Tasks)
 
     # -- select
 
-    def select_here(self, session: Session, request: Select) -> Fields | None:
-        """The answer, if it takes no call of the store.
+    def select(self, connection: Connection, session: Session, request: Select) -> Answer:
+        """Pin an item. If it is absent here, and perhaps elsewhere, a coroutine fetches it, and
+        waits for it if the request says so.
 
         Raises:
             BufferFull: pins and reservations would exceed their share.
@@ -99,19 +100,12 @@ class Reads:
         if held is not None:
             return self.resident(held)
         reason = "" if request.wait_seconds else self.missing(address)
-        return self.missed(reason) if reason else None
+        return self.missed(reason) if reason else self._select(connection, session, request)
 
-    async def select(self, connection: Connection, session: Session, request: Select) -> Fields:
-        """Fetch an item that is absent here; wait for it if the request says so."""
+    async def _select(self, connection: Connection, session: Session, request: Select) -> Fields:
         address = (request.namespace, request.key)
-
         hold = partial(self.hold, session, address)
-        with ExitStack() as announced:
-
-            def fetching(nbytes: int) -> None:
-                announced.close()  # of an earlier holder
-                announced.enter_context(connection.fetching(request.id, nbytes))
-
+        with connection.fetching(request.id) as fetching:
             found = await self.bring(address, request.wait_seconds, hold, fetching)
         if isinstance(found, Pin):
             return self.resident(found)
@@ -171,28 +165,23 @@ class Reads:
         address: QualifiedKey,
         wait_seconds: float,
         hold: Callable[[Fetched], T | None],
-        fetching: Fetching = _ignore,
+        fetching: Fetching = lambda _: None,
     ) -> T | MissReason:
         """Fetch an absent key as soon as a node has it; a miss after `wait_seconds`.
 
         Returns what `hold` returns for what came, or the reason of the miss. `hold` pins it, or
-        returns None if it is gone again. A transfer has a deadline of its own. A store that hangs
-        is a miss, in time for the client.
+        returns None if it is gone again. A transfer has a deadline of its own; `fetching` is called
+        when one begins. A store that hangs is a miss, in time for the client.
         """
         until = self.loop.time() + wait_seconds
         try:
             async with asyncio.timeout_at(until + GRACE_SECONDS) as bound:
-
-                def begun(nbytes: int) -> None:
-                    if not bound.expired():
-                        bound.reschedule(None)
-                        fetching(nbytes)
-
                 with self.waiting.changes(address, until) as changed:
                     while True:
-                        with self._joined([address], begun) as reader:
-                            (fetch,) = await reader.read()
-                            fetched = fetch.result or NOTHING
+                        with self._joined([address]) as reader:
+                            while (fetched := (fetch := await reader.news.get()).result) is None:
+                                bound.reschedule(None)
+                                fetching(fetch.nbytes)
                             if (found := hold(fetched)) is not None:
                                 return found
                         if self.loop.time() >= until:
@@ -212,7 +201,7 @@ class Reads:
         """
         with self._joined(addresses) as reader:
             while reader.fetches:
-                came = await reader.read()
+                came = await reader.came()
                 yield [(fetch.address, fetch.result or NOTHING) for fetch in came]
                 for fetch in came:
                     self._leave(fetch, reader)
@@ -240,14 +229,22 @@ class Reads:
 
     # -- has_caches
 
-    def contains_here(self, _: Session, request: Contains) -> Fields | None:
-        """The answer, if it takes no call of the store."""
-        present, unknown = self._known(request)
-        return None if unknown else {"present": present}
+    def contains(self, _: Session, request: Contains) -> Answer:
+        """Which keys are here or elsewhere. If that takes a call of the store, a coroutine looks
+        up what is not known, as far as the request's budget allows."""
+        present = [self.arena.holds((request.namespace, key)) for key in request.keys]
+        away = [index for index, here in enumerate(present) if not here]
+        known = self.locator.known(request.namespace, [request.keys[index] for index in away])
+        unknown = []
+        for index, held in zip(away, known, strict=True):
+            present[index] = bool(held)
+            if held is None:
+                unknown.append(index)
+        return self._look_up(request, present, unknown) if unknown else {"present": present}
 
-    async def contains(self, _: Connection, __: Session, request: Contains) -> Fields:
-        """Look up what is not known, as far as the request's budget allows."""
-        present, unknown = self._known(request)
+    async def _look_up(
+        self, request: Contains, present: list[bool], unknown: Sequence[int]
+    ) -> Fields:
         addresses = [(request.namespace, request.keys[index]) for index in unknown]
         located = self.loop.create_task(self.locator.locate(addresses))
         try:
@@ -259,23 +256,12 @@ class Reads:
                 present[index] = bool(found.sources)
         return {"present": present}
 
-    def _known(self, request: Contains) -> tuple[list[bool], list[int]]:
-        """What is known without a call of the store, and the positions of what is not."""
-        present = [self.arena.holds((request.namespace, key)) for key in request.keys]
-        away = [index for index, here in enumerate(present) if not here]
-        known = self.locator.known(request.namespace, [request.keys[index] for index in away])
-        for index, held in zip(away, known, strict=True):
-            present[index] = bool(held)
-        return present, [index for index, held in zip(away, known, strict=True) if held is None]
-
     # -- fetches
 
     @contextmanager
-    def _joined(
-        self, addresses: Sequence[QualifiedKey], fetching: Fetching = _ignore
-    ) -> Iterator[_Reader]:
+    def _joined(self, addresses: Sequence[QualifiedKey]) -> Iterator[_Reader]:
         """A reader of the fetches of these distinct keys; those that are not running begin."""
-        reader, known, unknown = _Reader(fetching), [], []
+        reader, known, unknown = _Reader(), [], []
         for address in addresses:
             fetch = self._fetches.get(address)
             if fetch is None:
@@ -287,17 +273,15 @@ class Reads:
                     unknown.append(fetch)
                 else:
                     known.append((fetch, found))
-            elif fetch.nbytes is not None:
-                fetching(fetch.nbytes)
+            elif fetch.has_begun:
+                reader.news.put_nowait(fetch)
             fetch.readers.append(reader)
             reader.fetches.add(fetch)
         try:
             if known:
                 self._begin(known)
             if unknown:
-                task = self.loop.create_task(self._locate(unknown))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._tasks.own(self.loop.create_task(self._locate(unknown)))
             yield reader
         finally:
             for fetch in tuple(reader.fetches):
@@ -325,11 +309,11 @@ class Reads:
             if fetch.result is not None:
                 continue  # inserted here meanwhile
             if found.sources and found.record is not None:
-                fetch.nbytes = found.record.nbytes
+                fetch.has_begun, fetch.nbytes = True, found.record.nbytes
                 loan = is_handoff(fetch.address[1])
                 wanted.append(Wanted(fetch.address, found, partial(self._settle, fetch), loan))
                 for reader in fetch.readers:
-                    reader.fetching(fetch.nbytes)
+                    reader.news.put_nowait(fetch)
             elif fetch.is_doubted:
                 fetch.is_doubted = False
                 again.append(fetch)
@@ -347,7 +331,7 @@ class Reads:
                 del self._fetches[fetch.address]
             fetch.result = fetched
             for reader in fetch.readers:
-                reader.tell(fetch)
+                reader.news.put_nowait(fetch)
             if fetch.readers:
                 return  # the last of them releases it
         self._release(fetched)

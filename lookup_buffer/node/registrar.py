@@ -4,8 +4,8 @@ One task on the loop: it beats, refreshes the membership, reads invalidations an
 nodes' device pools, removes nodes that died long ago, flushes counters, and lets `publisher` write
 the dirty set (`dirty_set`). All items and namespaces are written again every third of a record's
 life, and at once after Redis lost its data. Failures, bugs included, are logged and retried: if
-this task ended, other nodes would judge this one dead without a reason in the log. `node.py` starts
-it; `arena` (through `node.py`), `claims` and `announcements` report changes.
+this task ended, other nodes would judge this one dead without a reason in the log. `main.py` starts
+it; `arena` (through `main.py`), `claims` and `announcements` report changes.
 
 `PeriodicTasks` are the tasks of a beat. A store may consist of several servers, and each task has
 its own keys. If a task's server does not answer, the task costs one timeout, is logged, and pauses;

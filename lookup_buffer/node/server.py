@@ -1,9 +1,8 @@
 """The server: accepts clients on the unix socket, owns their sessions and dispatches requests.
 
-A request is answered at once where that is possible, by a plain call; else its coroutine runs as a
-task of the session. `Server._handlers` names these two for each type of message. The server handles
-`Hello`, `Join`, `Stage`, `Goodbye` and `Metrics` itself. Runs on the loop's thread. `node` builds
-and starts it.
+Each type of message has one handler. It is a plain call, which returns the answer where that is
+possible; else a coroutine, which runs as a task of the session. Runs on the loop's thread. `main`
+builds and starts it.
 """
 
 import asyncio
@@ -14,12 +13,12 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lookup_buffer.errors import LookupBufferError, MissReason, NodeRefused, ProtocolError
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims
-from lookup_buffer.node.connection import Connection, Fields, Seat, Session
+from lookup_buffer.node.connection import Answer, Connection, Fields, Seat, Session, Tasks
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes
 from lookup_buffer.node.insert import Inserts
@@ -53,7 +52,6 @@ from lookup_buffer.protocol.messages import (
     Request,
     Retract,
     Select,
-    SessionRequest,
     Stage,
     Stats,
     Take,
@@ -64,7 +62,6 @@ from lookup_buffer.protocol.messages import (
     parse,
 )
 from lookup_buffer.shm.index import RemoteIndex
-from lookup_buffer.shm.memory import adopt_staging
 from lookup_buffer.times import QUARANTINE_SECONDS
 
 CONNECTIONS_MAX = 1024
@@ -74,20 +71,6 @@ CLOSE_SECONDS = 2.0
 """For sessions at shutdown: their requests have only to notice that they are cancelled."""
 TRY_AGAIN_SECONDS = 0.05
 """Pause before the next accept, if the process has no free descriptor."""
-
-
-Later = Callable[[Connection, Session, Any], Coroutine[Any, Any, Fields]]
-
-
-class Handler(NamedTuple):
-    """`now` answers at once, or returns None: then `later` answers, or the request is one-way.
-
-    A `LookupBufferError` of either is raised by the client; a ProtocolError of `now` closes the
-    connection.
-    """
-
-    now: Callable[[Session, Any], Fields | None] | None = None
-    later: Later | None = None
 
 
 @dataclass(slots=True)
@@ -107,14 +90,16 @@ class Server:
     """The settings that a client's configuration must share with this node; see `Hello.expects`."""
     idle_since: float = field(default_factory=time.monotonic)
     _prefetches: Prefetches = field(init=False)
-    _handlers: dict[type[Request], Handler] = field(init=False)
+    _handlers: dict[type[Request], Callable[[Session, Any], Answer]] = field(init=False)
+    """Of the requests that do not involve the connection on which they came. A `LookupBufferError`
+    is raised by the client; a ProtocolError closes the connection, unless a coroutine raises it."""
     _sessions: dict[int, Session] = field(default_factory=dict)
     """Those that are open, by id."""
     _of: dict[Connection, Session | None] = field(default_factory=dict)
     """Each connection's session; None until Hello or Join, and of one that asks for `Metrics`."""
     _probes: set[Connection] = field(default_factory=set)
     """Those that asked for `Metrics` without a session."""
-    _serving: "set[asyncio.Task[None]]" = field(default_factory=set)
+    _serving: Tasks = field(default_factory=Tasks)
     _listener: socket.socket | None = None
 
     def __post_init__(self) -> None:
@@ -123,27 +108,27 @@ class Server:
             self.reads, self.lanes, self.claims, self.counters, self._sessions
         )
         self._handlers = {
-            Select: Handler(self.reads.select_here, self.reads.select),
-            Contains: Handler(self.reads.contains_here, self.reads.contains),
-            Touch: Handler(self.reads.touch),
-            Release: Handler(self._release),
-            Done: Handler(self._done),
-            Prefetch: Handler(self._prefetches.prefetch),
-            Take: Handler(self._take_here, self._take),
-            Acknowledge: Handler(self._acknowledge_here, self._acknowledge),
-            GiveBack: Handler(self._give_back),
-            Claim: Handler(None, self.claims.claim),
-            ReleaseClaim: Handler(None, self.claims.release),
-            ClaimAll: Handler(self._claim_all),
-            Encoding: Handler(self.claims.encoding),
-            Unclaim: Handler(self.claims.unclaim),
-            OpenPool: Handler(self.lanes.open),
-            Prepare: Handler(pools.prepare),
-            Offer: Handler(pools.offer),
-            Retract: Handler(pools.retract),
-            Received: Handler(self.lanes.received),
-            Describe: Handler(self._describe),
-            Stats: Handler(self._stats),
+            Contains: self.reads.contains,
+            Touch: self.reads.touch,
+            Release: self._release,
+            Done: self._done,
+            Prefetch: self._prefetches.prefetch,
+            Acknowledge: self._acknowledge,
+            GiveBack: lambda session, request: self.takes.give_back(session, request.token),
+            Claim: self.claims.claim,
+            ReleaseClaim: self.claims.release,
+            ClaimAll: lambda session, request: self.claims.claim_all(
+                session, request, partial(session.tell, request)
+            ),
+            Encoding: self.claims.encoding,
+            Unclaim: self.claims.unclaim,
+            OpenPool: self.lanes.open,
+            Prepare: pools.prepare,
+            Offer: pools.offer,
+            Retract: pools.retract,
+            Received: self.lanes.received,
+            Describe: lambda _, request: self.registrar.describe(request.namespace, request.parts),
+            Stats: self._stats,
         }
 
     def listen(self, path: Path) -> None:
@@ -166,8 +151,7 @@ class Server:
             self._listener.close()
         for connection in list(self._of):
             connection.end(None)
-        for serving in self._serving:
-            serving.cancel()
+        self._serving.cancel()
         if self._serving:
             await asyncio.wait(self._serving, timeout=CLOSE_SECONDS)
 
@@ -216,7 +200,7 @@ class Server:
         if session is None:
             return
         session.connections.discard(connection)
-        self.inserts.unstage(session, connection)
+        self.inserts.unstage(connection)
         if connection is session.anchor:
             session.end(says_goodbye=False)
 
@@ -229,47 +213,65 @@ class Server:
             return
         request = parse(message)
         try:
-            match request:
-                case Insert() if session is not None and session.is_open:
-                    self.inserts.insert(connection, session, request)
-                case SessionRequest() if session is not None and session.is_open:
-                    self._dispatch(connection, session, request)
-                case Hello() if session is None:
-                    self._hello(connection, request)
-                case Join() if session is None:
-                    self._join(connection, request)
-                case Stage() if session is not None and session.is_open:
-                    self._stage(connection, session, request)
-                case Goodbye() if session is not None:
-                    session.end(says_goodbye=True)
-                case Metrics() if session is None or session.is_open:
-                    if session is None:
-                        self._probes.add(connection)
-                    connection.send({"id": request.id} | self._metrics())
-                case _:
-                    connection.end(ProtocolError(f"{request.op} out of turn"))
+            if session is None:
+                self._begin(connection, request)
+                return
+            answer = self._handle(connection, session, request)
         except ProtocolError:
             raise  # `Connection` closes the connection
         except LookupBufferError as error:
             connection.send(error_reply(request.id, error))
-
-    def _dispatch(self, connection: Connection, session: Session, request: Request) -> None:
-        now, later = self._handlers[type(request)]
-        answer = None if now is None else now(session, request)
-        if answer is not None:
+            return
+        if isinstance(answer, dict):
             self._answer(connection, session, request, answer)
-        elif later is not None:
-            session.start_on(connection, self._answer_later, connection, session, request, later)
+        elif answer is not None:
+            session.start(self._answer_later(connection, session, request, answer), connection)
+
+    def _begin(self, connection: Connection, request: Request) -> None:
+        """Answer a request on a connection without a session."""
+        match request:
+            case Hello():
+                self._hello(connection, request)
+            case Join():
+                self._join(connection, request)
+            case Metrics():
+                self._probes.add(connection)
+                connection.send({"id": request.id, **self._metrics()})
+            case _:
+                raise ProtocolError(f"{request.op} out of turn")
+
+    def _handle(self, connection: Connection, session: Session, request: Request) -> Answer:
+        handler = self._handlers.get(type(request))
+        if handler is not None:
+            return handler(session, request)
+        match request:
+            case Select():
+                return self.reads.select(connection, session, request)
+            case Take():
+                return self._take(connection, session, request)
+            case Stage():
+                return self.inserts.stage(connection)
+            case Metrics():
+                return self._metrics()
+            case Insert():
+                self.inserts.insert(connection, session, request)  # it sends the answer itself
+            case Goodbye():
+                session.end(says_goodbye=True)
+            case _:
+                raise ProtocolError(f"{request.op} out of turn")
+        return None
 
     async def _answer_later(
-        self, connection: Connection, session: Session, request: Request, later: Later
+        self,
+        connection: Connection,
+        session: Session,
+        request: Request,
+        answer: Coroutine[Any, Any, Fields],
     ) -> None:
         try:
-            answer = await later(connection, session, request)
+            self._answer(connection, session, request, await answer)
         except LookupBufferError as error:
             connection.send(error_reply(request.id, error))
-        else:
-            self._answer(connection, session, request, answer)
 
     def _answer(
         self, connection: Connection, session: Session, request: Request, answer: Fields
@@ -290,11 +292,13 @@ class Server:
         self.arena.done(request.tickets, request.rank)
         self.lanes.done(request.tickets, request.rank)
 
-    def _take_here(self, session: Session, request: Take) -> Fields | None:
+    def _take(self, connection: Connection, session: Session, request: Take) -> Answer:
         taken = self.takes.take_here(session, request)
-        return None if taken is None else self._taken(taken)
+        if taken is None:
+            return self._take_later(connection, session, request)
+        return self._taken(taken)
 
-    async def _take(self, connection: Connection, session: Session, request: Take) -> Fields:
+    async def _take_later(self, connection: Connection, session: Session, request: Take) -> Fields:
         found = await self.takes.take(connection, session, request)
         if isinstance(found, Taken):
             return self._taken(found)
@@ -302,26 +306,16 @@ class Server:
         return self.reads.missed(found, timed_out=waited)
 
     def _taken(self, taken: Taken) -> Fields:
-        self.counters.hit_handoff(taken.held.item)
+        self.counters.hit(taken.held.item, by_key=False)
         lease = {"token": taken.token, "lease_seconds": taken.lease_seconds}
         return self.reads.resident(taken.held) | lease
 
-    def _acknowledge_here(self, session: Session, request: Acknowledge) -> Fields | None:
+    def _acknowledge(self, session: Session, request: Acknowledge) -> Answer:
         won = self.takes.acknowledge(session, request.token)
-        return {"won": won} if isinstance(won, bool) else None
+        return {"won": won} if isinstance(won, bool) else self._won(won)
 
-    async def _acknowledge(self, _: Connection, session: Session, request: Acknowledge) -> Fields:
-        won = self.takes.acknowledge(session, request.token)
-        return {"won": won if isinstance(won, bool) else await asyncio.shield(won)}
-
-    def _give_back(self, session: Session, request: GiveBack) -> None:
-        self.takes.give_back(session, request.token)
-
-    def _claim_all(self, session: Session, request: ClaimAll) -> None:
-        self.claims.claim_all(session, request, partial(session.tell, request))
-
-    def _describe(self, _: Session, request: Describe) -> None:
-        self.registrar.describe(request.namespace, request.parts)
+    async def _won(self, deciding: "asyncio.Task[bool]") -> Fields:
+        return {"won": await asyncio.shield(deciding)}
 
     def _stats(self, _: Session, __: Stats) -> Fields:
         stats = {
@@ -353,14 +347,9 @@ class Server:
         return ""
 
     def _metrics(self) -> Fields:
-        counters = self.counters
         return {
-            "values": counters.totals() | self.gauges(),
-            "histograms": {
-                "fetch_seconds": counters.fetch_seconds.read(),
-                "encode_seconds": counters.encode_seconds.read(),
-                "loop_blocked_seconds": counters.loop_blocked_seconds.read(),
-            },
+            "values": self.counters.totals() | self.gauges(),
+            "histograms": self.counters.histograms(),
             "unhealthy": self.unhealthy_reason(),
         }
 
@@ -379,31 +368,44 @@ class Server:
                 f"the node that runs here has {name} = {self.expects.get(name)!r}, but this "
                 f"configuration has {wanted!r}; make them equal, or use another directory"
             )
+        self._serving.own(self.loop.create_task(self._serve(connection, request)))
+
+    def _open(self, connection: Connection, request: Hello) -> Session:
         seat = None if request.seat is None else Seat(*request.seat)
         number = int.from_bytes(os.urandom(7), "big")
-        session = self._of[connection] = Session(number, connection, seat)
-        serving = self.loop.create_task(self._serve(session, request))
-        self._serving.add(serving)
-        serving.add_done_callback(self._serving.discard)
+        session = self._of[connection] = self._sessions[number] = Session(number, connection, seat)
+        self.counters.add("sessions_opened")
+        memory = self.arena.memory
+        fields = {
+            "id": request.id,
+            "session": number,
+            "node": self.identity.node,
+            "boot": self.identity.boot,
+            "arena_bytes": memory.nbytes,
+        }
+        descriptors = [memory.fd, self.arena.local_index.fd, self.remote_index.fd]
+        connection.send_with_descriptors(fields, descriptors)
+        return session
 
-    async def _serve(self, session: Session, request: Hello) -> None:
+    async def _serve(self, connection: Connection, request: Hello) -> None:
         """One session, from its start until its pins are released. If its main connection breaks
         without a Goodbye, these are kept until its process has ended, or for QUARANTINE_SECONDS:
         the client may be copying."""
-        anchor = session.anchor
-        process = anchor.process() if anchor.pid == 0 else None  # it certainly lives now
+        if self._of.get(connection, True):  # it has ended, or a session by what came with its Hello
+            connection.end(ProtocolError("hello out of turn"))
+            return
+        process = connection.process() if connection.pid == 0 else None  # it certainly lives now
+        session = self._open(connection, request)
         try:
             try:
-                if not session.has_ended:  # by what came with its Hello
-                    self._open(session, request)
                 says_goodbye = await session.run()
             finally:
-                self._sessions.pop(session.id, None)
+                del self._sessions[session.id]
                 self.lanes.close(session)
                 self.takes.end(session)
                 self.claims.end(session)
             if not says_goodbye and self._holds_pins(session):  # else it costs no descriptor
-                process = _pidfd(anchor.pid) if process is None else process
+                process = _pidfd(connection.pid) if process is None else process
                 await self._end_of(process)
         except ProcessLookupError:
             pass  # it has ended
@@ -427,36 +429,12 @@ class Server:
             if process is not None:
                 self.loop.remove_reader(process)
 
-    def _open(self, session: Session, request: Hello) -> None:
-        self._sessions[session.id] = session
-        self.counters.add("sessions_opened")
-        memory = self.arena.memory
-        fields = {
-            "id": request.id,
-            "session": session.id,
-            "node": self.identity.node,
-            "boot": self.identity.boot,
-            "arena_bytes": memory.nbytes,
-        }
-        descriptors = [memory.fd, self.arena.local_index.fd, self.remote_index.fd]
-        session.anchor.send_with_descriptors(fields, descriptors)
-
     def _join(self, connection: Connection, request: Join) -> None:
         session = self._sessions.get(request.session)
-        if session is None or not session.is_open:
+        if session is None or session.has_ended:
             raise NodeRefused("this session does not exist: it ended, or the node restarted")
         session.connections.add(connection)
         self._of[connection] = session
-        connection.send({"id": request.id})
-
-    def _stage(self, connection: Connection, session: Session, request: Stage) -> None:
-        descriptor = connection.take_descriptor()
-        try:
-            staging = adopt_staging(descriptor, self.arena.memory.nbytes)
-        finally:
-            os.close(descriptor)
-        self.inserts.unstage(session, connection)
-        session.stagings[connection] = staging
         connection.send({"id": request.id})
 
 

@@ -1,7 +1,7 @@
 """The node's access to the store: opens it at the first use, and starts the embedded server if set.
 
 Opening may wait for an embedded server to start, so it happens on a thread (`lb-open`), and does
-not delay the node's start. A package's store is opened when the node starts. Created by `node.py`;
+not delay the node's start. A package's store is opened when the node starts. Created by `main.py`;
 runs on the loop's thread.
 
 `Breaker` is a circuit breaker: after some failures in a row, no calls for a while. Pure

@@ -28,11 +28,10 @@ from typing import Any, Final, NamedTuple
 from lookup_buffer.errors import LookupBufferError, MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena, Pin
-from lookup_buffer.node.connection import Connection, Session
+from lookup_buffer.node.connection import Connection, Session, granted
 from lookup_buffer.node.handoffs import Handoffs, Lease
 from lookup_buffer.node.links import HANDOFFS, dial
 from lookup_buffer.node.locate import Located, Locator, Waiting
-from lookup_buffer.node.loop import granted
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Source, Wanted
 from lookup_buffer.protocol.messages import (
@@ -399,9 +398,10 @@ class Takes:
         exactly = location._replace(generation=generation, checksum=checksum)
         try:
             with (
-                connection.fetching(request.id, nbytes),
+                connection.fetching(request.id) as fetching,
                 self.owners.at(*lease.source).transferring(seconds),
             ):
+                fetching(nbytes)
                 located = Located(None, ((exactly, endpoint),))
                 fetched = await self._loan((request.namespace, request.key), located)
             if fetched.held is None:

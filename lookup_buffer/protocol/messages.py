@@ -59,12 +59,6 @@ class Request:
         return {"op": self.op} | {name: getattr(self, name) for name in field_names(type(self))}
 
 
-class SessionRequest(Request):
-    """A request that the node's dispatch handles within an open session."""
-
-    __slots__ = ()
-
-
 _names: Final[dict[type[Request], tuple[str, ...]]] = {}
 
 
@@ -109,7 +103,7 @@ class Stage(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class Contains(SessionRequest):
+class Contains(Request):
     """→ present: list of booleans, False for keys still unknown after `budget_seconds`."""
 
     op = "contains"
@@ -119,7 +113,7 @@ class Contains(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Insert(SessionRequest):
+class Insert(Request):
     """Insert tensors, whose bytes begin at `offsets` in this connection's staging area. → results:
     for each, `outcome` stored (and the `checksum` of the bytes) or exists; or an error's fields.
 
@@ -136,7 +130,7 @@ class Insert(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Select(SessionRequest):
+class Select(Request):
     """→ ticket, offset, generation, header, source; or state: missing, and the reason.
 
     During a transfer from another node, interim replies announce its bytes as `fetching`, every
@@ -150,7 +144,7 @@ class Select(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Take(SessionRequest):
+class Take(Request):
     """Take a hand-off. → as for `Select`, with token and lease_seconds: the client acknowledges it
     or gives it back within that time.
 
@@ -166,7 +160,7 @@ class Take(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Acknowledge(SessionRequest):
+class Acknowledge(Request):
     """The taker has the bytes. → won: whether the lease was still valid. The ticket is released in
     either case."""
 
@@ -175,7 +169,7 @@ class Acknowledge(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class GiveBack(SessionRequest):
+class GiveBack(Request):
     """One-way. The taker ends its lease without taking the hand-off."""
 
     op = "give_back"
@@ -201,7 +195,7 @@ class Holds(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class Prefetch(SessionRequest):
+class Prefetch(Request):
     """One-way. Answered by `settled` events on the main connection: `entries` of [index of the key,
     entry], an entry as for `Select`. An entry with state pending is followed by another event.
 
@@ -217,7 +211,7 @@ class Prefetch(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Release(SessionRequest):
+class Release(Request):
     """One-way. The client releases these tickets."""
 
     op = "release"
@@ -225,7 +219,7 @@ class Release(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Touch(SessionRequest):
+class Touch(Request):
     """One-way. How often the client read each key through the local index. The node counts hits,
     and the time of each item's last use."""
 
@@ -235,7 +229,7 @@ class Touch(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Done(SessionRequest):
+class Done(Request):
     """One-way. This rank has copied the bytes of these tickets."""
 
     op = "done"
@@ -244,7 +238,7 @@ class Done(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim(SessionRequest):
+class Claim(Request):
     """→ outcome (a `ClaimOutcome`): granted, held (by another: holder, state, remaining_seconds)
     or stored (a live node holds the key). While it is held the reply waits, at most `wait_seconds`.
 
@@ -260,7 +254,7 @@ class Claim(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseClaim(SessionRequest):
+class ReleaseClaim(Request):
     """→ released."""
 
     op = "release_claim"
@@ -269,7 +263,7 @@ class ReleaseClaim(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimAll(SessionRequest):
+class ClaimAll(Request):
     """One-way: claim all of `keys`, in their order, or none, as intents. Answered by `claimed`
     events on the main connection: `outcome` granted, stored (a live node holds `key`), held (by
     `holder`, until the end of the wait) or refused; before that, at most once, waiting (`holder`
@@ -282,7 +276,7 @@ class ClaimAll(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding(SessionRequest):
+class Encoding(Request):
     """One-way. The client is producing `keys`, and claims them for `lease_seconds` from now."""
 
     op = "encoding"
@@ -292,7 +286,7 @@ class Encoding(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Unclaim(SessionRequest):
+class Unclaim(Request):
     """One-way. Ends the wait of the `ClaimAll` whose id is `waiter`, and gives back `keys`."""
 
     op = "unclaim"
@@ -302,7 +296,7 @@ class Unclaim(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Describe(SessionRequest):
+class Describe(Request):
     """One-way. The clear text of a namespace, which the node publishes."""
 
     op = "describe"
@@ -311,7 +305,7 @@ class Describe(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Stats(SessionRequest):
+class Stats(Request):
     """→ stats: gauges and counters of the node."""
 
     op = "stats"
@@ -343,7 +337,7 @@ class SeenPool(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class OpenPool(SessionRequest):
+class OpenPool(Request):
     """One-way. This session has a device pool of at most `pool_bytes`, which a `lane` reaches at
     `port` of this host.
 
@@ -370,7 +364,7 @@ class OpenPool(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare(SessionRequest):
+class Prepare(Request):
     """One-way. The pool's entry `mark` holds the tensor that this client is about to insert under
     `key`. Copy and entry are published together, so that waiters get both locations. Followed by
     `Offer` if the insert stored the tensor, else by `Retract`."""
@@ -382,7 +376,7 @@ class Prepare(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer(SessionRequest):
+class Offer(Request):
     """One-way. The pool's entry `mark` holds the tensor stored under `key` with this checksum. If
     the node no longer has it, or has other bytes of another producer, it sends `let_go`."""
 
@@ -394,7 +388,7 @@ class Offer(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Retract(SessionRequest):
+class Retract(Request):
     """One-way. The pool no longer holds these."""
 
     op = "retract"
@@ -403,7 +397,7 @@ class Retract(SessionRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Received(SessionRequest):
+class Received(Request):
     """One-way. The pool holds the tensor of `ticket`, or `reason` gives the cause (see `Fallback`).
     `source` is the number of the source that sent it, counted from 1; 0 if the pool already had
     it."""

@@ -1,5 +1,6 @@
 """A node's HTTP: its settings, its process, and any bytes from any client."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -299,11 +300,15 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     monkeypatch.setattr(node_http, "AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(subprocess, "Popen", no_process)
     process = HttpProcess("http://127.0.0.1:0")
-    process.start("node", Path("/nowhere"), BufferConfig.of({}))
-    while len(attempts) < 3:
-        time.sleep(0.01)
-        process.tick()
-    process.close()
+
+    async def test() -> None:
+        running = asyncio.create_task(process.run("node", Path("/nowhere"), BufferConfig.of({})))
+        while len(attempts) < 3:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(test())
     assert "cannot be started; retried" in caplog.text
 
 

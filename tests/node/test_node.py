@@ -87,9 +87,9 @@ def test_sigterm_ends_it_in_order(start_node: StartNode, valkey_server: Embedded
 def test_a_part_that_does_not_stop_ends_the_node_with_the_stacks(start_node: StartNode) -> None:
     prelude = """
 import threading
-from lookup_buffer.node import node, registrar
+from lookup_buffer.node import main, registrar
 def close(self): threading.Event().wait()
-node.END_SECONDS, registrar.Registrar.close = 1.0, close"""
+main.END_SECONDS, registrar.Registrar.close = 1.0, close"""
     node = start_node(prelude=prelude)
     assert node.terminate() == 1
     assert "in close" in node.log_text()

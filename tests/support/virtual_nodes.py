@@ -104,12 +104,11 @@ class _Session:
     has_ended: bool = False
     tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
 
-    def start(
-        self, request: Callable[..., Coroutine[Any, Any, None]], *arguments: object
-    ) -> "asyncio.Task[None] | None":
+    def start(self, request: Coroutine[Any, Any, None]) -> "asyncio.Task[None] | None":
         if not self.is_open:
+            request.close()
             return None
-        task = self.loop.create_task(request(*arguments))
+        task = self.loop.create_task(request)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return task

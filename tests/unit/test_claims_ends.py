@@ -70,7 +70,7 @@ def test_a_claim_that_is_cancelled_at_any_wait_leaves_nothing(is_held: bool) -> 
     if is_held:
         pair.claim_of("k", node=pair.there)
         pair.loop.run(0.1)
-    waits = run(pair, lambda: pair.here.claims.claim(session, session, claim("k")), check)
+    waits = run(pair, lambda: pair.here.claims.claim(session, claim("k")), check)
     assert waits >= (2 if is_held else 1)
     pair.at_rest()
 
@@ -127,7 +127,7 @@ def test_a_store_that_does_not_answer_grants_every_claim() -> None:
     pair = Pair()
     pair.here.to_store.send = lambda *_: None  # type: ignore[method-assign]
     session: Any = pair.here.session
-    task = pair.loop.create_task(pair.here.claims.claim(session, session, claim("k")))
+    task = pair.loop.create_task(pair.here.claims.claim(session, claim("k")))
     pair.loop.run(1.0)
     assert task.result()["outcome"] is ClaimOutcome.GRANTED
     counted = pair.here.claims.counters.totals()
@@ -141,8 +141,8 @@ def test_a_claim_that_is_cancelled_beside_an_intent_ends_with_its_session() -> N
     encode = Claim(2, NAMESPACE, "k", LONG_SECONDS, "encoding", 0.0)
 
     async def check() -> None:
-        await pair.here.claims.claim(session, session, claim("k", "intent", 0.0))
-        request = asyncio.ensure_future(pair.here.claims.claim(session, session, encode))
+        await pair.here.claims.claim(session, claim("k", "intent", 0.0))
+        request = asyncio.ensure_future(pair.here.claims.claim(session, encode))
         await asyncio.sleep(0)
         request.cancel()  # the store grants it nevertheless
         await asyncio.sleep(10.0)

@@ -78,7 +78,8 @@ def test_a_transfer_is_announced_again_and_again_until_its_end(
         met, decoder = Met(answers=0), FrameDecoder()
         met.client.setblocking(False)
         told: list[Any] = []
-        with met.connection.fetching(7, 100):
+        with met.connection.fetching(7) as fetching:
+            fetching(100)
             async with asyncio.timeout(SECONDS):
                 while len(told) < 3:
                     told += [frame.header for frame in decoder.feed(met.client.recv(4096))]

@@ -41,7 +41,7 @@ def test_hits_and_their_bytes_are_counted_by_source() -> None:
     counters = Counters()
     counters.hit(item_of("a"), count=3)
     counters.hit(item_of("b", origin="node-b"))
-    counters.hit_handoff(item_of("c", origin="node-b"))
+    counters.hit(item_of("c", origin="node-b"), by_key=False)
     taken = counters.take_unflushed()
     totals = taken[None]
     assert (totals["hits_local"], totals["bytes_hit_local"]) == (3, 21)

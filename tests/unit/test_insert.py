@@ -57,7 +57,6 @@ class Client:
         self.session = Session(number, connection, None)
         self.staging = Staging(nbytes)
         self.mapping = adopt_staging(self.staging.fd, nbytes)
-        self.session.stagings[connection] = self.mapping
 
     def send(self, message: dict[str, Any]) -> None:
         self.sent.append(message)
@@ -75,12 +74,13 @@ class Node:
         loop = asyncio.get_running_loop()
         nothing: Any = Nothing()
         announced: Any = Announced(chance)
+        arrivals: Any
         self.arena = Arena(capacity_bytes, lambda _address, _reason: None)
         self.handoffs = Handoffs(loop, self.arena, Counters(), 10.0)
-        self.waiting = Waiting(loop, nothing)
+        self.waiting = arrivals = Waiting(loop, nothing)
         self.inserts = Inserts(
             loop, self.arena, Counters(), self.waiting, self.handoffs, nothing, announced,
-            self.waiting.arrived,
+            arrivals,
         )  # fmt: skip
 
     def insert(
@@ -93,6 +93,7 @@ class Node:
     ) -> None:
         headers = [TensorHeader("uint8", (nbytes,), nbytes).to_fields() for nbytes in sizes]
         request = Insert(1, NAMESPACE, keys, headers, offsets, 60.0, wait_seconds)
+        self.inserts.stagings[client.connection] = client.mapping
         self.inserts.insert(client.connection, client.session, request)
 
     def at_rest(self) -> None:
@@ -117,7 +118,7 @@ def test_the_last_of_two_hand_offs_of_one_key_stays() -> None:
             assert item is not None
             assert node.arena.bytes_of(item)[0] == 2
             node.arena.remove(item, "test")
-            node.inserts.unstage(client.session, client.connection)
+            node.inserts.unstage(client.connection)
             client.staging.close()
         node.at_rest()
         node.inserts.close()
@@ -151,7 +152,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
                     await asyncio.sleep(chance.choice([0, 0.0005]))
             else:
                 assert len(await client.results()) == len(keys)
-            node.inserts.unstage(client.session, client.connection)
+            node.inserts.unstage(client.connection)
             for address in list(node.arena.addresses()):
                 if chance.random() < 0.5 and "@" in address[1]:
                     lease = node.handoffs.take(address, "a taker")

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from lookup_buffer.node.loop import BLOCKED_SECONDS, BlockedLog, NodeLoop
+from lookup_buffer.node.counters import Histogram
+from lookup_buffer.node.main import BLOCKED_SECONDS, TimedSelector
 
 LONG_SECONDS = 5 * BLOCKED_SECONDS
 
@@ -25,15 +26,16 @@ async def block_now_and_then(times: int) -> None:
 
 @pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
 def test_a_blocked_loop_is_measured_and_logged(
-    level: int, caplog: pytest.LogCaptureFixture
+    level: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked: list[float] = []
-    with caplog.at_level(level, "lookup_buffer.node.loop"):
-        loop = NodeLoop(blocked.append)
-        log = BlockedLog(loop)
-        log.start()
+    histogram = Histogram()
+    monkeypatch.setattr(histogram, "observe", blocked.append)
+    with caplog.at_level(level, "lookup_buffer.node.main"):
+        selector = TimedSelector(histogram)
+        loop = asyncio.SelectorEventLoop(selector)
+        selector.log_stacks()
         loop.run_until_complete(block_now_and_then(3))
-        log.close()
         loop.close()
     assert len(blocked) >= 3
     assert min(blocked) > BLOCKED_SECONDS

@@ -78,11 +78,6 @@ class Prefetching(Node):
         finally:
             self.arena.release_all(self.session.id)
 
-    async def opened(self) -> "Prefetching":
-        while not self.session.is_open:
-            await asyncio.sleep(0)
-        return self
-
     def prefetch(self, *keys: str, wait_seconds: float = 0.0) -> None:
         request = Prefetch(1, NAMESPACE, list(keys), 0, wait_seconds)
         self.prefetches.prefetch(self.session, request)
@@ -121,7 +116,7 @@ def test_a_goodbye_in_any_turn_of_a_prefetch_leaves_no_pin(
     key: str, wait_seconds: float, by_lane: bool
 ) -> None:
     async def pins_after(turns: int) -> int:
-        node = await Prefetching(at, by_lane=by_lane).opened()
+        node = Prefetching(at, by_lane=by_lane)
         node.prefetch(key, wait_seconds=wait_seconds)
         after_turns(turns, node.goodbye)
         for _ in range(50):
@@ -137,7 +132,7 @@ def test_a_goodbye_in_any_turn_of_a_prefetch_leaves_no_pin(
 @pytest.mark.parametrize("key", ["k", "k@r"])
 def test_each_handle_of_a_key_has_a_pin_of_its_own(key: str, wait_seconds: float) -> None:
     async def test() -> None:
-        node = await Prefetching(at).opened()
+        node = Prefetching(at)
         node.prefetch(key, key, wait_seconds=wait_seconds)
         for _ in range(50):
             await asyncio.sleep(0)
@@ -149,25 +144,25 @@ def test_each_handle_of_a_key_has_a_pin_of_its_own(key: str, wait_seconds: float
 
 def test_the_keys_that_a_session_waits_for_are_bounded() -> None:
     async def test() -> None:
-        node = await Prefetching(nowhere).opened()
+        node = Prefetching(nowhere)
         for n in range(3):
             keys = (f"{n}-{index}" for index in range(AWAITED_MAX // 2))
             node.prefetch(*keys, wait_seconds=WAIT_SECONDS)
         for _ in range(50):
             await asyncio.sleep(0)
-        assert sum(node.prefetches._awaited.values()) == AWAITED_MAX
+        assert len(node.session.awaiting) == AWAITED_MAX
         assert {entry["state"] for entry in node.entries()} == {"missing"}
         await node.close()
         for _ in range(50):
             await asyncio.sleep(0)
-        assert not node.prefetches._awaited
+        assert not node.session.awaiting
 
     asyncio.run(test())
 
 
 def test_ranks_that_are_missing_do_not_end_a_wait() -> None:
     async def test() -> None:
-        node = await Prefetching(nowhere).opened()
+        node = Prefetching(nowhere)
         node.prefetch("k", wait_seconds=WAIT_SECONDS)
         while not node.locator.watches:
             await asyncio.sleep(0)
@@ -250,7 +245,7 @@ def test_an_answer_that_comes_in_time_counts_though_its_timer_is_due() -> None:
     held = ClaimAnswer(False, "other", ClaimState.ENCODING, 30.0)
     one.answer(lambda answer, _: one.loop.call_later(0.39, answer, held))  # type: ignore[arg-type]
     claim = Claim(1, NAMESPACE, "k", 30.0, "encoding", 0.0)
-    task = one.loop.create_task(one.node.claims.claim(one.session, one.session, claim))
+    task = one.loop.create_task(one.node.claims.claim(one.session, claim))
     one.loop.run(0.38)
     one.loop.now = 0.41  # the loop was busy
     one.loop.run(0.1)
@@ -278,7 +273,8 @@ def test_what_is_located_in_time_counts_though_its_timer_is_due() -> None:
     nothing: Any = Nothing()
     reads = Reads(loop, nothing, slow, none, none, Counters(), "boot")
     request = Contains(1, NAMESPACE, ["k"], 0.05)
-    task = loop.create_task(reads.contains(none, none, request))
+    answer: Any = reads.contains(none, request)
+    task = loop.create_task(answer)
     loop.run(0.04)
     loop.now = 0.06
     loop.run(0.1)
@@ -317,7 +313,7 @@ def test_the_end_of_a_session_keeps_the_claim_that_its_engine_uses_in_another() 
     one.loop.run(0.1)
     later = type(one.session)(one.loop)
     request = Claim(2, NAMESPACE, "k", 30.0, "encoding", 0.0)
-    again = one.loop.create_task(one.node.claims.claim(later, later, request))
+    again = one.loop.create_task(one.node.claims.claim(later, request))
     one.loop.run(0.1)
     assert again.result()["outcome"] is ClaimOutcome.GRANTED
     one.node.end()
@@ -411,7 +407,7 @@ def test_what_other_nodes_have_is_brought_together_also_by_who_would_wait(
     wait_seconds: float,
 ) -> None:
     async def test() -> None:
-        node = await Prefetching(at).opened()
+        node = Prefetching(at)
         batches: list[int] = []
         fetch = node.transfers.fetch
 
@@ -434,7 +430,7 @@ def test_a_prefetch_that_finds_no_room_does_not_wait_for_it() -> None:
     """Its session may hold the pins that fill the arena."""
 
     async def test() -> None:
-        node = await Prefetching(at).opened()
+        node = Prefetching(at)
         node.transfers.reason = MissReason.NO_ROOM
         node.prefetch("k", wait_seconds=WAIT_SECONDS)
         for _ in range(50):

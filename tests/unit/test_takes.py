@@ -15,7 +15,7 @@ from lookup_buffer.errors import LookupBufferError, MissReason, PipeBroken
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node import handoffs, links, takes
 from lookup_buffer.node.arena import PEER_OWNER, Arena, Pin
-from lookup_buffer.node.connection import Connection, Session
+from lookup_buffer.node.connection import Connection, Session, Tasks
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Askers, Handoffs
 from lookup_buffer.node.locate import Located, Waiting
@@ -78,7 +78,7 @@ class InMemory(Connection):
     ) -> None:
         self._loop, self._on_message, self._on_end = loop, on_message, on_end
         self._open = self._is_heard = True
-        self._requests = set()
+        self._requests = Tasks()
         self._other_end = end.other
         end.connection = self
 
@@ -95,8 +95,7 @@ class InMemory(Connection):
         """The other end is not told: as if the network were cut."""
         if self._open:
             self._open = False
-            for request in self._requests:
-                request.cancel()
+            self._requests.cancel()
             self._on_end(self, error)
 
 
@@ -192,10 +191,9 @@ class Pair:
         return await self.takes.take(connection, self.session, Take(1, *ADDRESS, wait_seconds))
 
     @contextmanager
-    def fetching(self, request_id: int, nbytes: int) -> Iterator[None]:
+    def fetching(self, request_id: int) -> Iterator[Callable[[int], None]]:
         """As `Connection` to the client."""
-        self.announced.append((request_id, nbytes))
-        yield
+        yield lambda nbytes: self.announced.append((request_id, nbytes))
 
     async def acknowledge(self, taken: Taken) -> bool:
         won = self.takes.acknowledge(self.session, taken.token)
