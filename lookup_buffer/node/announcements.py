@@ -8,14 +8,14 @@ is queried again until it is judged dead, or until the insert's deadline. Until 
 the item.
 
 If the store is down, the insert is answered without it. The record is published later, and a key
-that is on two nodes by then becomes one. Called by `insert` and, through `main.py`, by the
-publisher's reports. Runs on the loop's thread.
+that is on two nodes by then becomes one. Called by `insert` and, with the store's results, by
+`registrar`. Runs on the loop's thread.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,8 +26,7 @@ from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.locate import Locator
 from lookup_buffer.node.membership import Directory, Identity
-from lookup_buffer.node.publisher import Report
-from lookup_buffer.node.registrar import Registrar
+from lookup_buffer.node.registrar import Registrar, Report
 from lookup_buffer.node.takes import GONE, UNREACHED, Owners
 from lookup_buffer.protocol.messages import InsertOutcome, OwnerReply
 from lookup_buffer.times import INSERT_LEAST_SECONDS
@@ -35,23 +34,11 @@ from store import GoneReason, Location, Publication
 
 LOOK_SECONDS: Final = 0.1
 """How often a waiting insert checks whether the store has failed."""
-AGAIN_SECONDS: Final = 0.05
-"""The pause before the next attempt, if the store and the other node disagree or do not answer."""
+AGAIN_SECONDS: Final = 0.1
+"""The pause before the next attempt, if the store still names the other node or one does not
+answer."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Insert:
-    """One insert that waits for the confirmation."""
-
-    item: Item
-    outcome: InsertOutcome | None = None
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def settle(self, outcome: InsertOutcome) -> None:
-        self.outcome = outcome
-        self.settled.set()
 
 
 @dataclass(slots=True)
@@ -65,12 +52,12 @@ class Announcements:
     identity: Identity
     registrar: Registrar
     counters: Counters
-    _inserts: dict[QualifiedKey, list[_Insert]] = field(default_factory=dict)
+    _inserts: dict[QualifiedKey, dict[int, "asyncio.Future[InsertOutcome]"]] = field(
+        default_factory=dict
+    )
+    """The inserts that wait for the confirmation, by generation."""
     _contests: dict[QualifiedKey, "asyncio.Task[None]"] = field(default_factory=dict)
     """Keys whose record names another node instead of this one."""
-    _owned: dict[QualifiedKey, "asyncio.Future[None]"] = field(default_factory=dict)
-    """Contests that sent their location to the store again: set if its record still names
-    another node."""
 
     async def confirm(self, item: Item, until: float) -> InsertOutcome:
         """Confirm the ownership of `item`, which was just committed.
@@ -81,53 +68,54 @@ class Announcements:
             NodeUnavailable: that node does not answer until `until`, by the loop's clock.
         """
         until = max(until, self.loop.time() + INSERT_LEAST_SECONDS)
-        one, address = _Insert(item), item.address
-        inserts = self._inserts.setdefault(address, [])
-        inserts.append(one)
+        address = item.address
+        outcome: asyncio.Future[InsertOutcome] = self.loop.create_future()
+        inserts = self._inserts.setdefault(address, {})
+        inserts[item.generation] = outcome
         self.handoffs.hold_back(address)
         try:
-            while one.outcome is None:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_SECONDS):
-                        await one.settled.wait()
-                if one.outcome is None:
-                    self._look(one, until)
-            return one.outcome
+            while True:
+                await asyncio.wait([outcome], timeout=LOOK_SECONDS)
+                if outcome.done():
+                    return outcome.result()
+                if self._is_unanswered(item, until):
+                    return InsertOutcome.STORED
         finally:
-            inserts.remove(one)
+            del inserts[item.generation]
             if not inserts:
                 del self._inserts[address]
                 self.handoffs.arrived(address)
 
-    def _look(self, one: _Insert, until: float) -> None:
-        """Settle the insert if the store has failed, or if it is too late."""
-        is_late, address = self.loop.time() >= until, one.item.address
-        if address not in self._contests:
-            if is_late or self.registrar.breaker.failures or one.item.gone:
-                one.settle(InsertOutcome.STORED)
-        elif is_late:
-            self.arena.remove(one.item, GoneReason.ELSEWHERE)
-            raise NodeUnavailable(
-                f"{address[1]} was not stored: the store names another node as its owner, "
-                "which does not answer; insert it again"
-            )
+    def _is_unanswered(self, item: Item, until: float) -> bool:
+        """Whether the insert ends without the store: that has failed, or it is too late."""
+        is_late = self.loop.time() >= until
+        if item.address not in self._contests:
+            return is_late or bool(self.registrar.breaker.failures) or item.gone
+        if not is_late:
+            return False
+        self.arena.remove(item, GoneReason.ELSEWHERE)
+        raise NodeUnavailable(
+            f"{item.address[1]} was not stored: the store names another node as its owner, "
+            "which does not answer; insert it again"
+        )
 
     def handle_reports(self, reports: Sequence[Report]) -> None:
         """Take the store's results for the hand-offs of one batch."""
-        for address, generation, outcome in reports:
-            contest = self._contests.get(address)
-            if outcome is Publication.OWNED:  # another node published first
-                owned = self._owned.pop(address, None)
-                if owned is not None and not owned.done():  # done: the contest is being cancelled
-                    owned.set_result(None)
-                if contest is None:
-                    self._contests[address] = self.loop.create_task(self._contend(address))
-                continue
-            if contest is not None:
-                self._contests.pop(address).cancel()
-            for one in self._inserts.get(address, ()):
-                if one.item.generation <= generation and one.outcome is None:
-                    one.settle(InsertOutcome.STORED)
+        for address, generation, result in reports:
+            if result is not Publication.OWNED:
+                if contest := self._contests.pop(address, None):
+                    contest.cancel()
+                self._settle(address, InsertOutcome.STORED, generation)
+            elif address not in self._contests:  # another node published first
+                self._contests[address] = self.loop.create_task(self._contend(address))
+
+    def _settle(
+        self, address: QualifiedKey, outcome: InsertOutcome, generation: float = math.inf
+    ) -> None:
+        """Answer the inserts up to this generation."""
+        for inserted, waiting in self._inserts.get(address, {}).items():
+            if inserted <= generation and not waiting.done():
+                waiting.set_result(outcome)
 
     # -- another node's location is present
 
@@ -138,23 +126,14 @@ class Announcements:
             while self.arena.peek(address) is not None:
                 others = await self._others(address)
                 fates = await asyncio.gather(*(self._ask(address, at) for at in others))
-                holders = [
-                    at.node
-                    for at, fate in zip(others, fates, strict=True)
-                    if fate.state == "present"
-                ]
-                if holders:
-                    self._lose(address, holders[-1])
-                    return
-                if UNREACHED in fates or not others:  # not others: the store may not answer
-                    await asyncio.sleep(AGAIN_SECONDS)
+                for at, fate in zip(others, fates, strict=True):
+                    if fate.state == "present":
+                        self._lose(address, at.node)
+                        return
                 if UNREACHED not in fates:
-                    owned = self._owned[address] = self.loop.create_future()
                     self.registrar.changed(address, "", void=tuple(others))
-                    while not owned.done() and self.arena.peek(address) is not None:
-                        await asyncio.wait([owned], timeout=LOOK_SECONDS)
+                await asyncio.sleep(AGAIN_SECONDS)
         finally:
-            self._owned.pop(address, None)
             if self._contests.get(address) is asyncio.current_task():
                 del self._contests[address]
 
@@ -182,6 +161,4 @@ class Announcements:
                 address[1], item.generation, address[0], holder,
             )  # fmt: skip
             self.arena.remove(item, GoneReason.ELSEWHERE)
-        for one in self._inserts.get(address, ()):
-            if one.outcome is None:
-                one.settle(InsertOutcome.EXISTS)
+        self._settle(address, InsertOutcome.EXISTS)

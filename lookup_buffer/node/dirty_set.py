@@ -1,13 +1,13 @@
 """The dirty set: which addresses must be written to the store, and in which order.
 
-An address is in it once, however often it changed: the publisher writes what the arena holds at
+An address is in it once, however often it changed: the registrar writes what the arena holds at
 that moment. Hand-offs that became available come first, since their producers and perhaps their
 takers wait; then other new changes, those of a sequence together. Rewrites (a walk of the
 inventory, a store that lost its data) come last and at a bounded rate. Changes whose server of a
-cluster was not reached are held apart by server until `retry`, so that they do not delay the
-others. A write that got no answer may still take effect, even after a later one, for example when a
-frozen server resumes. So once such an address was written, it is written again, as a rewrite.
-`registrar` adds, `publisher` takes.
+cluster was not reached are held apart by server until one of them was written there, so that they
+do not delay the others. A write that got no answer may still take effect, even after a later one,
+for example when a frozen server resumes. So once such an address was written, it is written again,
+as a rewrite. `registrar` adds and takes.
 """
 
 import math
@@ -48,40 +48,55 @@ class Change:
     publication."""
     paced: bool = field(default=False, compare=False)
     """Written before, and now again: after new changes and at a bounded rate."""
+    unanswered_by: str | None = field(default=None, compare=False)
+    """The server that did not answer its last write; None if there was none."""
+
+    def over(self, older: "Change | None") -> "Change":
+        """This change in place of an older one of the same address, whose claim and doubt stay."""
+        if older is None:
+            return self
+        by = older.unanswered_by if self.unanswered_by is None else self.unanswered_by
+        token = older.claim_token if self.claim_token is None else self.claim_token
+        paced = self.paced and older.paced
+        return replace(self, claim_token=token, paced=paced, unanswered_by=by)
 
 
 class DirtySet:
+    """Each address is in one of its queues at most."""
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._limiter = RateLimiter(AGAIN_PER_SECOND_MAX, BATCH, clock)
         self._urgent: dict[QualifiedKey, Change] = {}
         """Hand-offs that appeared: bounded by the arena."""
         self._fresh: dict[QualifiedKey, Change] = {}
-        self._held: dict[str, dict[QualifiedKey, Change]] = {}
-        """By server, see `hold`: not due before `retry`."""
         self._again: dict[QualifiedKey, Change] = {}
-        """Rewrites of what is in none of the queues above."""
+        """Rewrites."""
+        self._held: dict[str, dict[QualifiedKey, Change]] = {}
+        """By server, see `hold`: not due."""
+        self._back: set[str] = set()
+        """Of these servers, those that were reached again."""
         self._walk: list[QualifiedKey] = []
         """Rewrites of the inventory, the next one last. They become changes only when it is their
         turn: 200,000 changes at once would block the loop for a second."""
         self._walk_began_at = 0.0
         """What was written later needs no rewriting."""
-        self._recent: dict[QualifiedKey, tuple[float, Change]] = {}
-        """What was written within RECENT_SECONDS and when, as rewrites; the oldest first."""
+        self._per_second = AGAIN_PER_SECOND_MAX
+        self._again_from = -math.inf
+        """Rewrites may use the time since then, at `_per_second`; after a pause a batch at once."""
+        self._recent: dict[QualifiedKey, tuple[float, str]] = {}
+        """What was written within RECENT_SECONDS: when, and its reason; the oldest first."""
         self._taken_at = -math.inf
         """When new changes were taken last."""
-        self._doubtful: set[QualifiedKey] = set()
-        """Their last write got no answer."""
 
     def add(self, change: Change) -> bool:
         """Returns whether `wait_seconds` may be shorter now."""
-        self._add(change)
+        self._queue(change.over(self._pop(change.address)))
         return bool(self._urgent) or len(self._fresh) in (1, BATCH)
 
     def walk(self, addresses: Sequence[QualifiedKey], per_second: float) -> None:
         """Write `addresses` again, in this order and at most `per_second`. The walk before has
         ended, see `walking`."""
-        self._limiter.per_second = per_second
+        self._per_second = per_second
         self._walk, self._walk_began_at = list(reversed(addresses)), self._clock()
 
     @property
@@ -92,12 +107,14 @@ class DirtySet:
     def repeat_recent(self) -> None:
         """Write again what was written within RECENT_SECONDS."""
         self._forget_old()
-        for _, change in self._recent.values():
-            self._add_again(change)
+        for address, (_, reason) in self._recent.items():
+            self._add_again(address, reason)
 
     def take(self, most: int = BATCH) -> list[Change]:
         """Remove and return up to `most` changes that are due. Return those that could not be
         written by `put_back` or `hold`, and report the others by `written`."""
+        for place in list(self._back):  # a part each time, so that the loop is not blocked
+            self._release(place, most)
         fresh = _pop_first(self._urgent, most)
         fresh += _pop_first(self._fresh, most - len(fresh))
         self._forget_old()
@@ -105,18 +122,20 @@ class DirtySet:
             self._taken_at = self._clock()
         for change in fresh:
             self._recent.pop(change.address, None)
-            written = Change(change.address, change.reason, paced=True)
-            self._recent[change.address] = (self._taken_at, written)
-        room = self._limiter.take(min(most - len(fresh), self._count_again()))
+            self._recent[change.address] = self._taken_at, change.reason
+        room = min(most - len(fresh), self._count_again(), self._allowed())
+        self._again_from += room / self._per_second
         again = _pop_first(self._again, room)
         return fresh + again + self._walk_on(room - len(again))
 
     def written(self, changes: Iterable[Change]) -> None:
-        """These were written; those in doubt are written once more."""
-        for change in changes if self._doubtful else ():
-            if change.address in self._doubtful:
-                self._doubtful.discard(change.address)
-                self._add_again(Change(change.address, change.reason, paced=True))
+        """These were written; those in doubt are written once more. A server for which one of them
+        was held has answered, so all others are due."""
+        for change in changes:
+            if change.unanswered_by is not None:
+                self._add_again(change.address, change.reason)
+                if change.unanswered_by in self._held:
+                    self._back.add(change.unanswered_by)
 
     def put_back(self, changes: Iterable[Change]) -> None:
         """Return changes that were not written, each to the end of its queue.
@@ -124,14 +143,13 @@ class DirtySet:
         A newer change of the same address wins.
         """
         for change in changes:
-            self._doubt(change)
-            self._return(change)
+            self._return(replace(change, unanswered_by=change.unanswered_by or ""))
 
     def hold(self, change: Change, place: str) -> None:
-        """As `put_back`, for a change that is not due before `retry`, as its server, `place`, was
-        not reached."""
-        self._doubt(change)
-        if self._queue_of(change.address) is not None:
+        """As `put_back`, for a change that is not due, as its server, `place`, was not reached."""
+        self._back.discard(place)
+        change = replace(change, unanswered_by=place)
+        if self._is_queued(change.address):
             self._return(change)
             return
         self._held.setdefault(place, {})[change.address] = change
@@ -139,89 +157,87 @@ class DirtySet:
             longest = max(self._held.values(), key=len)
             del longest[next(iter(longest))]
 
-    def retry(self, most: int = BATCH) -> set[str]:
+    def retry(self, most: int = BATCH) -> None:
         """Make up to `most` of the held changes due: some of each server, those first that were
-        held longest. Returns the names of the servers."""
-        places = set(self._held)
+        held longest."""
+        places = list(self._held)
         for place in places:
-            self.retry_place(place, max(1, most // len(places)))
-        return places
-
-    def retry_place(self, place: str, most: int) -> int:
-        """Make up to `most` held changes of this server due. Returns how many are still held."""
-        held = self._held.get(place, {})
-        for change in _pop_first(held, most):
-            self._return(change)
-        if not held:
-            self._held.pop(place, None)
-        return len(held)
+            self._release(place, max(1, most // len(places)))
 
     def wait_seconds(self) -> float | None:
         """Seconds until what `take` returns is worth a round trip; None if the set is empty."""
-        if self._urgent or len(self._fresh) >= BATCH:
+        if self._urgent or self._back or len(self._fresh) >= BATCH:
             return 0.0
         waits = []
         if self._fresh:
             waits.append(max(0.0, self._taken_at + TOGETHER_SECONDS - self._clock()))
         if again := self._count_again():
-            waits.append(self._limiter.wait_seconds(again))
+            lacking = min(again, BATCH) - self._allowed()
+            waits.append(max(0.0, lacking / self._per_second))
         return min(waits, default=None)
 
     def __len__(self) -> int:
-        new = len(self._urgent) + len(self._fresh)
-        return new + self._count_again() + self._count_held()
+        return sum(map(len, self._queues())) + len(self._walk)
 
     def _count_again(self) -> int:
         return len(self._again) + len(self._walk)
 
+    def _allowed(self) -> int:
+        """How many rewrites are allowed now."""
+        now = self._clock()
+        self._again_from = max(self._again_from, now - BATCH / self._per_second)
+        return round((now - self._again_from) * self._per_second)
+
     def _count_held(self) -> int:
         return sum(map(len, self._held.values()))
 
-    def _queue_of(self, address: QualifiedKey) -> dict[QualifiedKey, Change] | None:
-        """Where its change is, unless there is none, or only a rewrite."""
-        queues = (self._urgent, self._fresh, *self._held.values())
-        return next((queue for queue in queues if address in queue), None)
+    def _queues(self) -> Iterable[dict[QualifiedKey, Change]]:
+        return (self._urgent, self._fresh, self._again, *self._held.values())
 
-    def _add(self, change: Change) -> None:
-        self._again.pop(change.address, None)
-        queue = self._queue_of(change.address)
-        older = None if queue is None else queue.pop(change.address)
-        if older is not None and change.claim_token is None:
-            change = replace(change, claim_token=older.claim_token)
-        if not change.reason and is_handoff(change.address[1]):
+    def _pop(self, address: QualifiedKey) -> Change | None:
+        for queue in self._queues():
+            if address in queue:
+                return queue.pop(address)
+        return None
+
+    def _queue(self, change: Change) -> None:
+        if change.paced:
+            self._again[change.address] = change
+        elif not change.reason and is_handoff(change.address[1]):
             self._urgent[change.address] = change
-            return
-        self._fresh[change.address] = change
-        if len(self._fresh) > FRESH_MAX:
-            del self._fresh[next(iter(self._fresh))]
-
-    def _add_again(self, change: Change) -> None:
-        if self._queue_of(change.address) is None:
-            self._again.setdefault(change.address, change)
+        else:
+            self._fresh[change.address] = change
+            if len(self._fresh) > FRESH_MAX:
+                del self._fresh[next(iter(self._fresh))]
 
     def _return(self, change: Change) -> None:
-        if change.paced:
-            self._add_again(change)
-            return
-        queue = self._queue_of(change.address)
-        newer = None if queue is None else queue.pop(change.address)
-        self._add(change)
-        if newer is not None:
-            self._add(newer)
+        newer = self._pop(change.address)
+        self._queue(change if newer is None else newer.over(change))
 
-    def _doubt(self, change: Change) -> None:
-        if len(self._doubtful) < FRESH_MAX:
-            self._doubtful.add(change.address)
+    def _add_again(self, address: QualifiedKey, reason: str) -> None:
+        if not self._is_queued(address):
+            self._again[address] = Change(address, reason, paced=True)
+
+    def _is_queued(self, address: QualifiedKey) -> bool:
+        return any(address in queue for queue in self._queues())
+
+    def _release(self, place: str, most: int) -> None:
+        """Make up to `most` held changes of this server due."""
+        held = self._held[place]
+        for change in _pop_first(held, most):
+            self._queue(change)
+        if not held:
+            del self._held[place]
+            self._back.discard(place)
 
     def _walk_on(self, most: int) -> list[Change]:
         """The next `most` addresses of the walk, less those that were or will be written since."""
-        begin, never = max(0, len(self._walk) - most), (-math.inf, None)
+        begin, never = max(0, len(self._walk) - most), (-math.inf, "")
         self._walk[begin:], addresses = [], self._walk[begin:]
         return [
             Change(address, "", paced=True)
             for address in reversed(addresses)
-            if address not in self._again
-            and self._queue_of(address) is None
+            if not self._is_queued(address)
             and self._recent.get(address, never)[0] < self._walk_began_at
         ]
 
@@ -236,34 +252,3 @@ class DirtySet:
 
 def _pop_first(changes: dict[QualifiedKey, Change], most: int) -> list[Change]:
     return [changes.pop(address) for address in list(islice(changes, most))]
-
-
-class RateLimiter:
-    """Allows `per_second` on average, and after a pause up to `at_once` together."""
-
-    def __init__(self, per_second: float, at_once: int, clock: Clock) -> None:
-        self.per_second = per_second
-        self._at_once = at_once
-        self._clock = clock
-        self._credit = float(at_once)
-        self._credited_at = clock()
-
-    def take(self, most: int) -> int:
-        """How many of `most` are allowed now; they are counted as done."""
-        self._earn()
-        taken = min(most, int(self._credit))
-        self._credit -= taken
-        return taken
-
-    def wait_seconds(self, wanted: int) -> float:
-        """Seconds until `wanted` are allowed at once, or the largest possible burst."""
-        self._earn()
-        lacking = min(wanted, self._at_once) - self._credit
-        return max(0.0, lacking / self.per_second)
-
-    def _earn(self) -> None:
-        now = self._clock()
-        earned = (now - self._credited_at) * self.per_second
-        # Rounded, so that it is whole after `wait_seconds`.
-        self._credit = min(round(self._credit + earned, 9), float(self._at_once))
-        self._credited_at = now

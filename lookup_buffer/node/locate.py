@@ -195,7 +195,7 @@ class Locator:
 
     def place_of(self, address: QualifiedKey) -> str:
         """The name of the server that has the key, as far as known; never blocks."""
-        return self.storage.place_of(address)
+        return "" if self._store is None else self._store.place_of(*address)
 
     def forget(self, address: QualifiedKey) -> None:
         """This node has newer information on the key: the next `locate` reads the store."""
@@ -245,7 +245,7 @@ class Locator:
         finally:
             self._open_at = self.loop.time() + OPEN_AGAIN_SECONDS
         if self.mirrored:
-            opened = self.storage.mirror(self._forgotten)
+            opened = store.mirror(self._forgotten)
             assert opened is not None, "the node has asked `Storage.has_mirror`"
             self._mirror, self.claims = opened
         self._store = store

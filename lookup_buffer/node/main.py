@@ -31,8 +31,9 @@ many and not drawn, nor is `connection` to other nodes.
                                                     devices and peers, through main
       main ─► membership, locate, takes, peers      ticks, 4 times a second
 
-      registrar ─► membership, publisher ─► store    heartbeats, records, statistics
-               ├─► publisher ─► announcements       the store's replies on hand-offs
+      registrar ─► membership ─► store              heartbeats, and who is alive
+               ├─► store                            records, statistics
+               ├─► announcements                    the store's replies on hand-offs
                └─► devices                          other nodes' device pools
 
     other nodes ─► peers ─► arena                   sends tensors [lb-send]
@@ -58,7 +59,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -78,7 +79,6 @@ from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.locate import LOOK_AGAIN_SECONDS, POLL_SECONDS, Locator, Waiting
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.peers import PeerServer
-from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.server import Server
@@ -197,7 +197,8 @@ class Node:
         self._fetcher = Fetcher(loop, arena, counters, token)
         self._registrar = Registrar(
             loop, self._storage, arena, directory, identity, counters, config.record_ttl_seconds,
-            held_claims, self._pools, self._report,
+            held_claims, self._pools,
+            lambda reports: self._announcements.handle_reports(reports),
         )  # fmt: skip
         self._owners = Owners(loop, directory, token)
         self._announcements = Announcements(
@@ -303,9 +304,6 @@ class Node:
     def _missed(self, address: QualifiedKey) -> None:
         """The store names this node for an item that it does not have: write what it has."""
         self._registrar.changed(address, GoneReason.STALE)
-
-    def _report(self, reports: Sequence[Report]) -> None:
-        self._loop.call_soon(self._announcements.handle_reports, reports)
 
     def _listen_to_peers(self) -> Identity:
         config = self._config

@@ -2,7 +2,7 @@
 
 `Directory` is what the store shows of the other nodes. `registrar` refreshes it once a second,
 `locate` when a record names an unknown node. `node` ticks it. It also collects locations of dead
-nodes, which `publisher` withdraws.
+nodes, which `registrar` withdraws.
 
 `Heartbeat` writes this node's beats, and checks that its id belongs to it alone. Two nodes with one
 id would overwrite each other's records. So a node that finds a beat of another boot with its id
@@ -158,12 +158,19 @@ class Directory:
             StoreError: the store did not answer.
         """
         async with self._refreshing:
-            await self._refresh(store)
+            asked_at = self._clock()
+            self._observe(await store.beats(), asked_at)
+            boots = self._liveness.boots()
+            for boot in self._infos.keys() - boots:
+                self._note_unseen(boot, -math.inf)  # it has beaten before, so it is not a new node
+                del self._infos[boot]
+            if unknown := [node for node, boot in boots - self._infos.keys()]:
+                with suppress(StoreUnavailable):  # a server is down: repeated with the next beat
+                    for info in (await store.node_infos(unknown)).values():
+                        self._infos[info.node, info.boot] = info
         self.tick()
 
-    async def _refresh(self, store: MetadataStore) -> None:
-        asked_at = self._clock()
-        beats = await store.beats()
+    def _observe(self, beats: Mapping[str, Beat], asked_at: float) -> None:
         self.refreshed_at, now = asked_at, self._clock()
         if self._listed and self._node not in beats:
             self._lost_at = now  # this node beats, so the store has lost its data
@@ -171,15 +178,6 @@ class Directory:
         observed = {node: (beat.boot, beat.sequence) for node, beat in beats.items()}
         complete = now - self._lost_at >= DEAD_AFTER_SECONDS
         self._liveness.observe(observed, now, complete=complete)
-        boots = self._liveness.boots()
-        for boot in self._infos.keys() - boots:
-            self._note_unseen(boot, -math.inf)  # it has beaten before, so it is not a new node
-        self._infos = {boot: info for boot, info in self._infos.items() if boot in boots}
-        unknown = [node for node, boot in boots if (node, boot) not in self._infos]
-        if unknown:
-            with suppress(StoreUnavailable):  # a server is down: repeated with the next beat
-                for info in (await store.node_infos(unknown)).values():
-                    self._infos[info.node, info.boot] = info
 
     def tick(self) -> None:
         """Detect nodes that died. To be called a few times a second, also while the store is down.
@@ -331,9 +329,14 @@ class Heartbeat:
         try:
             return await self._beat(store)
         except NodeTaken as taken:
-            if self.established:
-                raise await self._replaced(taken.beat, store) from taken
-            return await self._watch(taken.beat, store)
+            if not self.established:
+                return await self._watch(taken.beat, store)
+            named = await self._named(taken.beat, store)
+            raise ConfigError(
+                f"setting 'node_id' is {self.identity.node!r}, and {named} took this "
+                f"id over while this node (boot {self.identity.boot}) did not beat, so this node "
+                "ends; allowed: a different id for each node"
+            ) from taken
         except StoreError:
             self._other = None  # the other boot could not beat either: watch it again
             raise
@@ -374,14 +377,6 @@ class Heartbeat:
             except NodeTaken as taken:
                 return await self._watch(taken.beat, store)
         return False
-
-    async def _replaced(self, found: Beat, store: MetadataStore) -> ConfigError:
-        named = await self._named(found, store)
-        return ConfigError(
-            f"setting 'node_id' is {self.identity.node!r}, and {named} took this "
-            f"id over while this node (boot {self.identity.boot}) did not beat, so this node "
-            "ends; allowed: a different id for each node"
-        )
 
     async def _named(self, found: Beat, store: MetadataStore) -> str:
         info = None

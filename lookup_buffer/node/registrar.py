@@ -1,19 +1,21 @@
 """The metadata writer: the only writer of this node's records, beats and statistics.
 
-One task on the loop: it beats, refreshes the membership, reads invalidations and other
-nodes' device pools, removes nodes that died long ago, flushes counters, and lets `publisher` write
-the dirty set (`dirty_set`). All items and namespaces are written again every third of a record's
-life, and at once after Redis lost its data. Failures, bugs included, are logged and retried: if
-this task ended, other nodes would judge this one dead without a reason in the log. `main.py` starts
-it; `arena` (through `main.py`), `claims` and `announcements` report changes.
+One task on the loop. With each beat it refreshes the membership, applies invalidations, and runs
+periodic tasks. Between beats it writes the dirty set (`dirty_set`), many changes in one round trip:
+what the arena holds at that moment, so the newest state always wins. All items and namespaces are
+written again every third of a record's life, and at once after Redis lost its data. Failures, bugs
+included, are logged and retried: if this task ended, other nodes would judge this one dead without
+a reason in the log. `main.py` starts it; `arena` (through `main.py`), `claims` and `announcements`
+report changes.
 
-`PeriodicTasks` are the tasks of a beat. A store may consist of several servers, and each task has
-its own keys. If a task's server does not answer, the task costs one timeout, is logged, and pauses;
-the other tasks and the publication on other servers continue. A beat is delayed by at most one
-task: those that did not run come first after the next beat. `Invalidations` drops this node's items
-of namespaces that the store lists as invalidated. Items that are here when it reads the list are
-removed; later inserts stay. For LATE_SECONDS copies from other nodes are removed, too, since those
-nodes may read the list later.
+A store may consist of several servers. If that of a periodic task does not answer, the task costs
+one timeout, is logged, and pauses; the others continue. A beat is delayed by at most one of them:
+those that did not run come first after the next beat. A change whose server was not reached is
+held; some of those are tried again with each beat.
+
+`Invalidations` drops this node's items of namespaces that the store lists as invalidated. Items
+that are here when it reads the list are removed; later inserts stay. For LATE_SECONDS copies from
+other nodes are removed, too, since those nodes may read the list later.
 """
 
 import asyncio
@@ -24,30 +26,33 @@ import time
 from collections.abc import Awaitable, Callable, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from lookup_buffer.environment import distribution_version
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.key import QualifiedKey
+from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.node.devices import Pools, Sightings
 from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, Change, DirtySet
 from lookup_buffer.node.membership import Directory, Heartbeat, Identity
-from lookup_buffer.node.publisher import Publisher, Report
-from lookup_buffer.node.storage import Breaker, Storage
-from lookup_buffer.times import Clock
+from lookup_buffer.node.storage import Breaker, FailureLog, PeriodicTasks, Storage
+from lookup_buffer.times import HANDOFF_GONE_SECONDS, Clock
 from store import (
+    GONE_SECONDS,
     Failure,
     GoneReason,
     Location,
     MetadataStore,
     NodeInfo,
+    Publication,
+    Publishing,
+    Record,
+    Releasing,
     StoreCorrupt,
     StoreError,
-    StoreFull,
     StoreUnavailable,
+    Withdrawing,
 )
 
 AGAIN_PER_SECOND_FLEET = 20_000.0
@@ -61,78 +66,26 @@ BREAKER_SECONDS = 0.05
 CLOSE_SECONDS = 5.0
 EXPIRED_MAX = 8
 """Dead nodes that are removed with one beat: every node does it, so a few are enough."""
-REST_SECONDS: Final = 5.0
-"""The pause of a task whose server did not answer: after the server returned, the task is late by
-at most this."""
 LATE_SECONDS = 10.0
 """Every node with access to the store reads the list within two seconds."""
 PAGE: Final = 200
 """So many items or changes are dealt with in one iteration of the loop: at most 6 ms measured."""
-AGAIN_SECONDS = 60.0
-"""A lasting failure is logged again after this time."""
-KINDS_MAX = 16
-"""At most this many different failures are logged within that time."""
+VOID_MAX: Final = 64
+"""Locations of dead nodes that are withdrawn with one beat."""
 
-Task = Callable[[MetadataStore], Awaitable[object]]
+Report = tuple[QualifiedKey, int, Publication]
+"""The result of publishing one generation of a hand-off."""
+_COUNTED: Final = {
+    Publication.ADDED: "publish_written",
+    Publication.PRESENT: "publish_written",
+    Publication.REFUSED: "publish_refused",
+    Publication.CONFLICT: "publish_conflict",
+}
+"""What each result of a publication is counted as."""
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class FailureLog:
-    """Logs each failure at once, and then not again for a while."""
-
-    clock: Clock = time.monotonic
-    _logged_at: dict[str, float] = field(default_factory=dict)
-
-    def log(self, what: str, error: Exception) -> None:
-        """Log that `what` failed and why, unless it was logged recently. Any error but one of the
-        store is a bug, logged with its traceback."""
-        is_bug = not isinstance(error, StoreError)
-        why = f"{error!r}; this is a bug, please report it" if is_bug else error
-        text, now = f"{what}: {why}", self.clock()
-        logged_at = {text: at for text, at in self._logged_at.items() if now - at < AGAIN_SECONDS}
-        self._logged_at = logged_at
-        if text not in logged_at and len(logged_at) < KINDS_MAX:
-            logged_at[text] = now
-            level, cause = (logging.ERROR, error) if is_bug else (logging.WARNING, None)
-            _log.log(level, "%s", text, exc_info=cause)
-
-
-@dataclass(slots=True)
-class PeriodicTasks:
-    failures: FailureLog
-    clock: Clock = time.monotonic
-    _paused_until: dict[str, float] = field(default_factory=dict)
-    _turn: int = 0
-
-    async def run_until(
-        self, due: float, store: MetadataStore, tasks: Sequence[tuple[str, Task]]
-    ) -> None:
-        """Run the tasks one after another until `due`; the next call continues after the last
-        one."""
-        for _ in tasks:
-            await self.run(store, *tasks[self._turn % len(tasks)])
-            self._turn += 1
-            if self.clock() >= due:
-                return
-
-    async def run(self, store: MetadataStore, failure: str, task: Task) -> None:
-        """Run one task, unless it pauses. `failure`: the text to log if it fails; its name, too."""
-        if self.clock() < self._paused_until.get(failure, 0.0):
-            return
-        try:
-            await task(store)
-        except ConfigError:
-            raise  # the node must end
-        except Exception as error:  # noqa: BLE001 -- the publication must not depend on it
-            self.failures.log(failure, error)
-            if not isinstance(error, StoreFull | StoreCorrupt):  # else its server answers
-                self._paused_until[failure] = self.clock() + REST_SECONDS
-
-    def resume(self) -> None:
-        """End all pauses: the store is new, or has lost its data."""
-        self._paused_until.clear()
 
 
 @dataclass(slots=True)
@@ -181,71 +134,103 @@ class Invalidations:
         return self._listed.get(namespace) != at
 
 
-class Registrar:
-    def __init__(
+@dataclass(slots=True)
+class _Batch:
+    """Changes that are being written, in up to four steps: each is one call of the store for all
+    of them. A change whose server was not reached in one step takes no part in the next ones."""
+
+    store: MetadataStore
+    missed: dict[Change, str] = field(default_factory=dict)
+    """By change the server that was not reached."""
+
+    async def step(
         self,
-        loop: asyncio.AbstractEventLoop,
-        storage: Storage,
-        arena: Arena,
-        directory: Directory,
-        identity: Identity,
-        counters: Counters,
-        record_ttl_seconds: float,
-        claims: Sized,
-        pools: Pools,
-        report: Callable[[Sequence[Report]], None],
-    ) -> None:
-        """`claims` are those of this node's engines. `report` is called with the store's results
-        for hand-offs."""
-        self.loop, clock = loop, loop.time
-        self.storage = storage
-        self.arena = arena
-        self.directory = directory
-        self.identity = identity
-        self.counters = counters
-        self.record_ttl_seconds = record_ttl_seconds
-        self.claims = claims
-        self.pools = pools
-        self.store_up = False
-        """Whether the last attempt succeeded."""
-        self.breaker = Breaker(clock)
-        """Open while calls pause because the store failed repeatedly."""
-        self.fault: ConfigError | None = None
-        """Why the node must end; the loop is then stopped."""
-        self._task: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
-        self._is_closing = False
-        self._namespaces: dict[str, dict[str, str]] = {}
-        self._undescribed: set[str] = set()
-        self._must_describe = False
-        """One of them is new: not to be left until the next beat."""
-        self._beat_at = 0.0
-        self._walked_at = 0.0
-        self._walk_pause_seconds = 0.0
-        """The next walk of the inventory is due so long after the last one began."""
-        self._failovers = 0
-        self._dirty = DirtySet(clock)
-        self._publisher = Publisher(
-            arena, directory, identity, counters, pools, self._dirty, record_ttl_seconds, report,
-            clock,
-        )  # fmt: skip
-        self._heartbeat = Heartbeat(identity, clock)
-        self._invalidations = Invalidations(arena, clock)
+        call: Callable[[list[_T]], Awaitable[Sequence[_R | None]]],
+        requests: Sequence[tuple[Change, _T]],
+    ) -> list[tuple[Change, _T, _R | None]]:
+        """The requests with their results; None if the server was not reached.
+
+        Raises:
+            StoreUnavailable: no server was reached, and there is only one, as far as it is known.
+        """
+        requests = [(change, one) for change, one in requests if change not in self.missed]
+        results: Sequence[_R | None] = [None] * len(requests)
+        try:
+            if requests:
+                results = await call([one for _, one in requests])
+        except StoreUnavailable:
+            if not all(self.store.place_of(*change.address) for change, _ in requests):
+                raise
+        done = [(*request, result) for request, result in zip(requests, results, strict=True)]
+        for change, _, result in done:
+            if result is None or result is Publication.UNREACHED:
+                self.missed[change] = self.store.place_of(*change.address)
+        return done
+
+
+@dataclass(slots=True)
+class Registrar:
+    loop: asyncio.AbstractEventLoop
+    storage: Storage
+    arena: Arena
+    directory: Directory
+    identity: Identity
+    counters: Counters
+    record_ttl_seconds: float
+    claims: Sized
+    """Those of this node's engines."""
+    pools: Pools
+    report: Callable[[Sequence[Report]], None]
+    """Called with the store's results for hand-offs."""
+    store_up: bool = False
+    """Whether the last attempt succeeded."""
+    fault: ConfigError | None = None
+    """Why the node must end; the loop is then stopped."""
+    breaker: Breaker = field(init=False)
+    """Open while calls pause because the store failed repeatedly."""
+    dirty: DirtySet = field(init=False)
+    heartbeat: Heartbeat = field(init=False)
+    _writing: int = 0
+    """Changes that are being written: they are not in the dirty set."""
+    _task: asyncio.Task[None] | None = None
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_closing: bool = False
+    _namespaces: dict[str, dict[str, str]] = field(default_factory=dict)
+    _undescribed: dict[str, None] = field(default_factory=dict)
+    _beat_at: float = field(init=False)
+    _walked_at: float = field(init=False)
+    _walk_pause_seconds: float = 0.0
+    """The next walk of the inventory is due so long after the last one began."""
+    _failovers: int = 0
+    _invalidations: Invalidations = field(init=False)
+    _failures: FailureLog = field(init=False)
+    _tasks: PeriodicTasks = field(init=False)
+
+    def __post_init__(self) -> None:
+        clock = self.loop.time
+        self.breaker, self.dirty = Breaker(clock), DirtySet(clock)
+        self.heartbeat = Heartbeat(self.identity, clock)
+        self._beat_at = self._walked_at = clock()
+        self._invalidations = Invalidations(self.arena, clock)
         self._failures = FailureLog(clock)
-        self._tasks = PeriodicTasks(self._failures, clock)
-        self._beat_tasks = (
-            ("the description of this node was not written; retried", self._describe_node),
-            (
-                "device pools of other nodes were not read; retried",
-                Sightings(directory, pools).look,
-            ),
-            ("dead nodes were not removed from the store; retried", self._remove_expired),
-            (
-                "locations of dead nodes were not withdrawn; readers skip them",
-                self._publisher.withdraw_void,
-            ),
-            ("reasons of failed fetches were not written and are lost", self._note_failures),
-            ("counters were not written; they are kept and retried", self._flush),
+        self._tasks = PeriodicTasks(
+            self._failures,
+            clock,
+            [
+                ("the description of this node was not written; retried", self._describe_node),
+                ("namespaces were not described; retried", self._describe_namespaces),
+                (
+                    "device pools of other nodes were not read; retried",
+                    Sightings(self.directory, self.pools).look,
+                ),
+                ("dead nodes were not removed from the store; retried", self._remove_expired),
+                (
+                    "locations of dead nodes were not withdrawn; readers skip them",
+                    self.withdraw_void,
+                ),
+                ("reasons of failed fetches were not written and are lost", self._note_failures),
+                ("counters were not written; they are kept and retried", self._flush),
+            ],
         )
 
     def start(self) -> None:
@@ -258,33 +243,23 @@ class Registrar:
         claim_token: str | None = None,
         void: tuple[Location, ...] = (),
     ) -> None:
-        """The item at `address` appeared (reason "") or was removed (why).
-
-        `claim_token` is the fencing token of the claim under which it was produced; the publication
-        drops that claim. `void` are locations of nodes that do not have it; they are withdrawn
-        first.
-        """
+        """The item at `address` appeared (reason "") or was removed (why), see `Change`."""
         if reason in REMOVAL_REASONS:
             self.counters.add(reason)
-        if self._dirty.add(Change(address, reason, claim_token, void)):
+        if self.dirty.add(Change(address, reason, claim_token, void)):
             self._wake.set()
 
     def describe(self, fingerprint: str, parts: dict[str, str]) -> None:
         """Publish the parts of a namespace, now and whenever Redis lost them."""
         if self._namespaces.get(fingerprint) != parts:
             self._namespaces[fingerprint] = parts
-            self._undescribed.add(fingerprint)
-            self._must_describe = True
+            self._undescribed[fingerprint] = None
+            self._beat_at = 0.0  # a new one is not left until the next beat
             self._wake.set()
 
     def pending(self) -> int:
         """The number of addresses still to be written, or being written."""
-        return len(self._dirty) + self._publisher.in_flight
-
-    @property
-    def established(self) -> bool:
-        """Whether this node beats under its id, so that other nodes can find its items."""
-        return self._heartbeat.established
+        return len(self.dirty) + self._writing
 
     async def close(self) -> None:
         """Shut down: flush what can be flushed and remove the beat. Bounded."""
@@ -297,7 +272,6 @@ class Registrar:
     # -- the task
 
     async def _run(self) -> None:
-        self._walked_at = self._beat_at = self.loop.time()
         store: MetadataStore | None = None
         while not self._is_closing:
             try:
@@ -314,7 +288,7 @@ class Registrar:
                 return  # without `_leave`: the beat in the store belongs to another node
             except Exception as error:  # noqa: BLE001 -- top of the task; the node needs it
                 self._failed(error)
-        if store is not None and self._heartbeat.established:
+        if store is not None and self.heartbeat.established:
             await self._leave(store)
 
     def _failed(self, error: Exception) -> None:
@@ -332,6 +306,7 @@ class Registrar:
 
     async def _wait(self) -> None:
         """Until the next beat, or until changes are due."""
+        await asyncio.sleep(0)  # a store that is not reached may fail at once
         while (seconds := self._wait_seconds()) > 0 and not self._is_closing:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -342,91 +317,193 @@ class Registrar:
         if not self.breaker.allows():
             return BREAKER_SECONDS
         until_beat = self._beat_at - self.loop.time()
-        if not self._heartbeat.established:
-            return until_beat  # changes do not end the wait
-        if self._must_describe:
-            return 0.0
-        due = self._dirty.wait_seconds()
+        due = self.dirty.wait_seconds() if self.heartbeat.established else None
         return until_beat if due is None else min(until_beat, due)
 
     async def _take_turn(self, store: MetadataStore) -> None:
-        retried: set[str] = set()
+        """A beat if it is due; then one batch of changes."""
         began = self.loop.time()
         if began >= self._beat_at:
             await self._beat(store, began)
-            self._beat_at = began + self._heartbeat.pause_seconds()
-            retried = self._dirty.retry()
-        if not self._heartbeat.established:
-            return
-        self._must_describe = False
-        for namespace in list(self._undescribed):
-            failure = f"the description of namespace {namespace} was not written; retried"
-            await self._tasks.run(store, failure, partial(self._describe, namespace))
-            if self.loop.time() >= self._beat_at:
-                break  # the others after the next beat
-        missed = await self._publisher.write(store, until=self._beat_at)
-        if missed:
+            self._beat_at = began + self.heartbeat.pause_seconds()
+            self.dirty.retry()
+        if self.heartbeat.established and (missed := await self.write(store)):
             servers = ", ".join(sorted(missed))
             error = StoreUnavailable(f"servers of the cluster were not reached: {servers}")
             self._failures.log("some items were not published; retried with each beat", error)
-        for place in retried - missed:
-            while self._dirty.retry_place(place, PAGE):
-                await asyncio.sleep(0)
+
+    async def _leave(self, store: MetadataStore) -> None:
+        try:
+            await self.write(store)
+            while self.dirty.wait_seconds() == 0.0 and self.loop.time() < self._beat_at:
+                await self.write(store)
+            await self._flush(store)
+            await store.leave(self.identity.node, self.identity.boot, reason="stopped")
+        except StoreError:
+            pass  # other nodes will detect that this one no longer beats
+
+    # -- a batch of changes
+
+    async def write(self, store: MetadataStore) -> set[str]:
+        """Write one batch of changes that are due.
+
+        Returns the servers of a cluster that were not reached; their changes are held.
+
+        Raises:
+            StoreError: the store was not reached. What was not written is back in the dirty set.
+        """
+        changes = self.dirty.take()
+        self._writing = len(changes)
+        try:
+            missed = await self._write(store, changes)
+        except StoreError:
+            self.dirty.put_back(changes)
+            raise
+        finally:
+            self._writing = 0
+        self.dirty.written(change for change in changes if change not in missed)
+        for change, place in missed.items():
+            self.dirty.hold(change, place)
+        return set(missed.values())
+
+    async def _write(self, store: MetadataStore, changes: Sequence[Change]) -> dict[Change, str]:
+        """Returns the changes whose server was not reached, and that server."""
+        batch = _Batch(store)
+        found = [(change, self.arena.published(change.address)) for change in changes]
+        here = [(change, item) for change, item in found if item is not None]
+        gone = [change for change, item in found if item is None]
+        withdrawings = [(change, self._withdrawing(change)) for change in gone]
+        withdrawings += [
+            (change, _void(change.address, location))
+            for change, _ in here
+            for location in change.void
+        ]
+        await batch.step(store.withdraw_many, withdrawings)
+        publishings = [(change, self._publishing(item, change)) for change, item in here]
+        published = await batch.step(store.publish_many, publishings)
+        self._note(published)
+        full = [(change, one) for change, one, result in published if result is Publication.FULL]
+        await batch.step(lambda some: self._replace_dead(store, some), full)
+        failed = (Publication.REFUSED, Publication.CONFLICT)
+        gone += [change for change, _, result in published if result in failed]
+        # Nothing is published for these, so no engine is to wait for them.
+        releasings = [
+            (change, Releasing(*change.address, change.claim_token))
+            for change in gone
+            if change.claim_token is not None
+        ]
+        await batch.step(store.release_many, releasings)
+        return batch.missed
+
+    def _note(self, published: Sequence[tuple[Change, Publishing, Publication | None]]) -> None:
+        """Count the results, and report those of hand-offs."""
+        for _, _, result in published:
+            if result in _COUNTED:
+                self.counters.add(_COUNTED[result])
+        reports = [
+            (change.address, one.location.generation, result or Publication.UNREACHED)
+            for change, one, result in published
+            if one.sole
+        ]
+        if reports:
+            self.report(reports)
+
+    async def _replace_dead(
+        self, store: MetadataStore, full: Sequence[Publishing]
+    ) -> Sequence[Publication]:
+        """Where dead nodes fill a record's list of locations, publish in place of one of them."""
+        records = await store.look_up([(one.record.namespace, one.record.key) for one in full])
+        await self.directory.refresh(store)  # after the reading: see Directory.dead_seconds
+        dead = [
+            _void((record.namespace, record.key), location)
+            for record in records
+            if isinstance(record, Record)
+            for location in record.locations
+            if self.directory.dead_seconds(location) > 0
+        ]
+        if not dead:
+            return [Publication.FULL] * len(full)
+        await store.withdraw_many(dead)
+        return await store.publish_many(full)
+
+    def _withdrawing(self, change: Change) -> Withdrawing:
+        return Withdrawing(
+            *change.address,
+            self.identity.node,
+            change.reason or GoneReason.GONE,
+            gone_seconds=_gone_seconds(change.address),
+            # Write the reason also if the record was never published or has expired; but not if
+            # a peer merely requested an item that is not here.
+            may_have_ended=change.reason != GoneReason.STALE,
+        )
+
+    def _publishing(self, item: Item, change: Change) -> Publishing:
+        header, identity = item.header, self.identity
+        namespace, key = item.address
+        location = Location(identity.node, identity.boot, item.generation, item.checksum)
+        record = Record(
+            namespace=namespace,
+            key=key,
+            dtype=header.dtype,
+            shape=header.shape,
+            nbytes=header.nbytes,
+            kind=header.kind,
+            created=time.time(),
+            device=item.device,
+        )
+        ttl_seconds, remaining = self.record_ttl_seconds, self.arena.remaining_seconds(item)
+        if remaining is not None:
+            # At most the time between renewals, so that the record of a dead holder expires.
+            ttl_seconds = min(ttl_seconds, max(remaining, 0.001))
+        device = self.pools.device_of(item, identity.node)
+        return Publishing(
+            record, location, ttl_seconds, change.claim_token, is_handoff(key), device
+        )
 
     # -- a beat
 
     async def _beat(self, store: MetadataStore, began: float) -> None:
         self.arena.remove_expired()
-        was_established = self._heartbeat.established
-        if await self._heartbeat.beat(store):
+        was_established = self.heartbeat.established
+        if await self.heartbeat.beat(store):
             self._walk_pause_seconds = 0.0  # all is written again, also if this beat fails below
-            self._undescribed |= self._namespaces.keys()
+            self._undescribed |= dict.fromkeys(self._namespaces)
             self._tasks.resume()
             if was_established:
                 self.directory.store_lost_data()
         await self.directory.refresh(store)
-        if not self._heartbeat.established:
+        if not self.heartbeat.established:
             return  # meanwhile this node can read from others
         try:  # it never pauses: after two beats of a node, an invalidation counts as applied there
             await self._invalidations.apply(store)
         except StoreError as error:
             self._failures.log("invalidated namespaces were not read; retried", error)
         self._repeat(store)
-        due = began + self._heartbeat.pause_seconds()
-        await self._tasks.run_until(due, store, self._beat_tasks)
+        await self._tasks.run_until(began + self.heartbeat.pause_seconds(), store)
 
     def _repeat(self, store: MetadataStore) -> None:
         """Write again what may be lost: after a failover recent changes at once, since a replica
         lags, and all soon, since a server may have returned empty."""
         failovers = store.failovers()
         if failovers > self._failovers:
-            self._dirty.repeat_recent()
+            self.dirty.repeat_recent()
             self._walk_pause_seconds = min(self._walk_pause_seconds, WALK_PAUSE_SECONDS)
         self._failovers = failovers
         is_due = self.loop.time() - self._walked_at >= self._walk_pause_seconds
-        if is_due and not self._dirty.walking:
+        if is_due and not self.dirty.walking:
             self._walk()
 
     def _walk(self) -> None:
         """Write all items and namespaces again: their records expire unless they are renewed."""
         period_seconds = self.record_ttl_seconds / 3
         self._walked_at, self._walk_pause_seconds = self.loop.time(), period_seconds
-        self._undescribed |= self._namespaces.keys()
+        self._undescribed |= dict.fromkeys(self._namespaces)
         addresses = self.arena.addresses()
         start = random.randrange(len(addresses) + 1)
         addresses = addresses[start:] + addresses[:start]  # each node of a fleet begins elsewhere
         share = AGAIN_PER_SECOND_FLEET / max(1, self.directory.count_alive())
         needed = len(addresses) / period_seconds
-        self._dirty.walk(addresses, max(needed, min(share, AGAIN_PER_SECOND_MAX)))
-
-    async def _describe(self, fingerprint: str, store: MetadataStore) -> None:
-        parts = self._namespaces[fingerprint]
-        try:
-            await store.describe_namespace(fingerprint, parts)
-        except StoreCorrupt as error:  # another program's data; it is not overwritten
-            self._failures.log(f"namespace {fingerprint} cannot be described", error)
-        if self._namespaces[fingerprint] is parts:  # else a newer description is due
-            self._undescribed.discard(fingerprint)
+        self.dirty.walk(addresses, max(needed, min(share, AGAIN_PER_SECOND_MAX)))
 
     async def _describe_node(self, store: MetadataStore) -> None:
         gauges = self.arena.gauges()
@@ -444,6 +521,23 @@ class Registrar:
                 pools=self.pools.endpoints,
             )
         )
+
+    async def _describe_namespaces(self, store: MetadataStore) -> None:
+        for fingerprint in list(self._undescribed):
+            del self._undescribed[fingerprint]  # `describe` may add it again meanwhile
+            try:
+                await store.describe_namespace(fingerprint, self._namespaces[fingerprint])
+            except StoreCorrupt as error:  # another program's data; it is not overwritten
+                self._failures.log(f"namespace {fingerprint} cannot be described", error)
+            except StoreError:
+                self._undescribed[fingerprint] = None  # the last one: those of other servers first
+                raise
+
+    async def withdraw_void(self, store: MetadataStore) -> None:
+        """Withdraw some of the locations of dead nodes that readers found."""
+        void = self.directory.take_void(VOID_MAX)
+        if void:
+            await store.withdraw_many([_void(*one) for one in void])
 
     async def _remove_expired(self, store: MetadataStore) -> None:
         for node, boot in self.directory.expired()[:EXPIRED_MAX]:
@@ -473,10 +567,16 @@ class Registrar:
         if missed is not None:
             raise missed
 
-    async def _leave(self, store: MetadataStore) -> None:
-        try:
-            await self._publisher.write(store, until=self._beat_at)
-            await self._flush(store)
-            await store.leave(self.identity.node, self.identity.boot, reason="stopped")
-        except StoreError:
-            pass  # other nodes will detect that this one no longer beats
+
+def _gone_seconds(address: QualifiedKey) -> int:
+    return HANDOFF_GONE_SECONDS if is_handoff(address[1]) else GONE_SECONDS
+
+
+def _void(address: QualifiedKey, location: Location) -> Withdrawing:
+    return Withdrawing(
+        *address,
+        location.node,
+        GoneReason.OWNER_DEAD,
+        exactly=location,
+        gone_seconds=_gone_seconds(address),
+    )

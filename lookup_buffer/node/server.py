@@ -342,7 +342,7 @@ class Server:
         """Why the node is unhealthy, as `/healthz` shows it; "" if it is healthy."""
         if not self.registrar.store_up:
             return "the store is not reached: only what this host holds is found"
-        if not self.registrar.established:
+        if not self.registrar.heartbeat.established:
             return "the node has not joined its fleet yet: another node may be running with its id"
         return ""
 

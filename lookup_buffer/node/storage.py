@@ -4,31 +4,47 @@ Opening may wait for an embedded server to start, so it happens on a thread (`lb
 not delay the node's start. A package's store is opened when the node starts. Created by `main.py`;
 runs on the loop's thread.
 
-`Breaker` is a circuit breaker: after some failures in a row, no calls for a while. Pure
-bookkeeping; the clock is an argument. `registrar` has one, `locate` and `claims` have one for each
-server, `transfer` for each node.
+What fails: `Breaker` is a circuit breaker: after some failures in a row, no calls for a while.
+`registrar` has one, `locate` and `claims` have one for each server, `transfer` for each node.
+`PeriodicTasks` and `FailureLog` belong to `registrar`. Pure bookkeeping; the clock is an argument.
 """
 
 import asyncio
+import logging
 import random
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.key import QualifiedKey
 from lookup_buffer.times import Clock
-from store import EmbeddedServer, EmbeddedServerError, MetadataStore, StoreError, StoreUnavailable
+from store import (
+    EmbeddedServer,
+    EmbeddedServerError,
+    MetadataStore,
+    StoreCorrupt,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
 from store.schemes import is_foreign
-
-if TYPE_CHECKING:
-    from store.base import Forgotten, Mirror, MirrorClaims
 
 FAILURES_TO_OPEN = 3
 
+REST_SECONDS: Final = 5.0
+"""The pause of a task whose server did not answer: after the server returned, the task is late by
+at most this."""
+AGAIN_SECONDS = 60.0
+"""A lasting failure is logged again after this time."""
+KINDS_MAX = 16
+"""At most this many different failures are logged within that time."""
+
 T = TypeVar("T")
+Task = Callable[[MetadataStore], Awaitable[object]]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -67,14 +83,68 @@ class Breaker:
             self._closed_at = self.clock() + part * self._pause_seconds
 
 
+@dataclass(slots=True)
+class FailureLog:
+    """Logs each failure at once, and then not again for a while."""
+
+    clock: Clock = time.monotonic
+    _logged_at: dict[str, float] = field(default_factory=dict)
+
+    def log(self, what: str, error: Exception) -> None:
+        """Log that `what` failed and why, unless it was logged recently. Any error but one of the
+        store is a bug, logged with its traceback."""
+        is_bug = not isinstance(error, StoreError)
+        why = f"{error!r}; this is a bug, please report it" if is_bug else error
+        text, now = f"{what}: {why}", self.clock()
+        logged_at = {text: at for text, at in self._logged_at.items() if now - at < AGAIN_SECONDS}
+        self._logged_at = logged_at
+        if text not in logged_at and len(logged_at) < KINDS_MAX:
+            logged_at[text] = now
+            level, cause = (logging.ERROR, error) if is_bug else (logging.WARNING, None)
+            _log.log(level, "%s", text, exc_info=cause)
+
+
+@dataclass(slots=True)
+class PeriodicTasks:
+    failures: FailureLog
+    clock: Clock
+    tasks: list[tuple[str, Task]]
+    """Each with the text to log if it fails, its name, too; the next one first."""
+    _paused_until: dict[str, float] = field(default_factory=dict)
+
+    async def run_until(self, due: float, store: MetadataStore) -> None:
+        """Run the tasks one after another until `due`; the next call continues after the last
+        one."""
+        for _ in range(len(self.tasks)):
+            failure, task = self.tasks.pop(0)
+            self.tasks.append((failure, task))
+            if self.clock() >= self._paused_until.get(failure, 0.0):
+                await self._run(failure, task, store)
+            if self.clock() >= due:
+                return
+
+    async def _run(self, failure: str, task: Task, store: MetadataStore) -> None:
+        try:
+            await task(store)
+        except ConfigError:
+            raise  # the node must end
+        except Exception as error:  # noqa: BLE001 -- the publication must not depend on it
+            self.failures.log(failure, error)
+            if not isinstance(error, StoreFull | StoreCorrupt):  # else its server answers
+                self._paused_until[failure] = self.clock() + REST_SECONDS
+
+    def resume(self) -> None:
+        """End all pauses: the store is new, or has lost its data."""
+        self._paused_until.clear()
+
+
 class Storage:
     """One store for all parts of the node."""
 
     def __init__(self, config: BufferConfig, node: str) -> None:
         self._config = config
         self._node = node
-        self._opening = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._opening: asyncio.Task[None] | None = None
         self._closed = False
         self._store: MetadataStore | None = None
         self._server: EmbeddedServer | None = None
@@ -87,13 +157,15 @@ class Storage:
             StoreUnavailable: the embedded server cannot be started.
         """
         if self._store is None or (self._server is not None and not self._server.running):
-            await self._finish(self._open())
+            if self._closed:
+                raise StoreUnavailable("the node is shutting down")
+            if self._opening is None or self._opening.done():
+                self._opening = asyncio.get_running_loop().create_task(self._open())
+            # Run to its end, also if this call is cancelled: a server that it started would never
+            # be closed.
+            await asyncio.shield(self._opening)
         assert self._store is not None
         return self._store
-
-    def place_of(self, address: QualifiedKey) -> str:
-        """The name of the server that has the key, as far as known; never blocks."""
-        return "" if self._store is None else self._store.place_of(*address)
 
     def has_mirror(self) -> bool:
         """Whether the store has a mirror. Opens the store of a package, which does not connect.
@@ -109,40 +181,25 @@ class Storage:
             raise ConfigError(str(error)) from error
         return self._store.has_mirror
 
-    def mirror(self, forgotten: "Forgotten") -> "tuple[Mirror, MirrorClaims] | None":
-        """A mirror of the opened store and claims over its connections; None if it has none."""
-        assert self._store is not None
-        return self._store.mirror(forgotten)
-
     async def close(self) -> None:
         """Close what is open, and what is being opened once it is. Then nothing is opened."""
         self._closed = True
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._opening is not None:
+            await asyncio.gather(self._opening, return_exceptions=True)
         if self._store is not None:
             await self._store.close()
         if self._server is not None:
             await _on_thread(self._server.close)
 
-    async def _finish(self, opening: Coroutine[Any, Any, None]) -> None:
-        """Run `opening` to its end, also if the caller is cancelled: a server that it started
-        would never be closed."""
-        task = asyncio.get_running_loop().create_task(opening)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        await asyncio.shield(task)
-
     async def _open(self) -> None:
         """Start the embedded server if it is not running, and open the store if it is not open."""
-        async with self._opening:
-            if self._closed:
-                raise StoreUnavailable("the node is shutting down")
-            server = self._server
-            if self._config.store_url == "embedded" and not (server and server.running):
-                if server is not None:
-                    server.close()
-                self._server = await _on_thread(self._start_server)
-            if self._store is None:
-                self._store = await _on_thread(self._make_store)
+        server = self._server
+        if self._config.store_url == "embedded" and not (server and server.running):
+            if server is not None:
+                server.close()
+            self._server = await _on_thread(self._start_server)
+        if self._store is None:
+            self._store = await _on_thread(self._make_store)
 
     def _start_server(self) -> EmbeddedServer:
         try:

@@ -1,9 +1,10 @@
-"""The publisher: the contents of the arena reach the store in batches, despite any fault."""
+"""The metadata writer: the contents of the arena reach the store in batches, despite any fault."""
 
-import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,9 @@ from clusters import ValkeyCluster, slot_of
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Pools
-from lookup_buffer.node.dirty_set import BATCH, TOGETHER_SECONDS, Change, DirtySet
+from lookup_buffer.node.dirty_set import BATCH, TOGETHER_SECONDS, Change
 from lookup_buffer.node.membership import Directory, Identity
-from lookup_buffer.node.publisher import Publisher, Report
+from lookup_buffer.node.registrar import Registrar, Report
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.times import LONG_DEAD_SECONDS
 from memory_store import MemoryStore
@@ -49,21 +50,23 @@ class Clock:
 
 
 class Bench:
-    """A publisher of node `us` with its arena and directory, on a store."""
+    """The metadata writer of node `us` with its arena and directory, on a store."""
 
     def __init__(self, store: BlockingStore, namespace: str) -> None:
         self.store, self.namespace = store, namespace
         self.clock = Clock()
-        self.dirty = DirtySet(self.clock)
         self.counters = Counters()
         self.reports: list[Report] = []
         self.arena = Arena(1 << 20, lambda address, reason: None)
         self.directory = Directory("us", self.clock)
         identity = Identity("us", "usboot", "tcp://us:1")
-        self.publisher = Publisher(
-            self.arena, self.directory, identity, self.counters,
-            Pools(self.arena), self.dirty, 60.0, self.reports.extend, self.clock,
+        loop: Any = SimpleNamespace(time=self.clock)
+        storage: Any = None
+        self.registrar = Registrar(
+            loop, storage, self.arena, self.directory, identity, self.counters, 60.0, (),
+            Pools(self.arena), self.reports.extend,
         )  # fmt: skip
+        self.dirty = self.registrar.dirty
         self.sequence = 0
 
     def insert(self, key: str, header: TensorHeader = HEADER, token: str | None = None) -> None:
@@ -76,7 +79,8 @@ class Bench:
         """All batches that are full, and then what waits for more of its kind."""
         servers: set[str] = set()
         for _ in range(2):
-            servers |= at_once(self.publisher.write(awaited(self.store), until=math.inf))
+            while self.dirty.wait_seconds() == 0.0:
+                servers |= at_once(self.registrar.write(awaited(self.store)))
             self.clock.now += TOGETHER_SECONDS
         return servers
 
@@ -237,7 +241,7 @@ def test_locations_of_long_dead_nodes_are_withdrawn_when_read(bench: Bench) -> N
     (record,) = bench.store.locate(bench.namespace, ["k"])
     assert record is not None
     bench.directory.sources(record)
-    at_once(bench.publisher.withdraw_void(awaited(bench.store)))
+    at_once(bench.registrar.withdraw_void(awaited(bench.store)))
     assert bench.held_by("k") == {"us", "b"}
 
 
@@ -290,7 +294,7 @@ def test_failed_writes_are_repeated_when_the_store_is_back(bench: Bench) -> None
     for n in range(100):
         bench.insert(f"k{n}")
     with pytest.raises(StoreUnavailable):
-        at_once(bench.publisher.write(awaited(gone), until=0.0))
+        at_once(bench.registrar.write(awaited(gone)))
     assert len(bench.dirty) == 100
     evicted = bench.arena.peek((bench.namespace, "k3"))
     assert evicted is not None

@@ -90,7 +90,6 @@ def test_the_next_report_settles_it(node: Node) -> None:
     node.loop.run(0.2)
     assert confirming.result() is InsertOutcome.STORED
     assert not node.announcements._contests
-    assert not node.announcements._owned
 
 
 def test_without_the_store_an_insert_is_stored(node: Node) -> None:

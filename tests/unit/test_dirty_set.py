@@ -78,45 +78,45 @@ def test_held_changes_are_due_when_they_are_retried() -> None:
     dirty.walk([("ns", "b"), ("ns", "d")], 1000.0)
     (newest,) = dirty.take(1)
     assert (newest.address[1], newest.reason, newest.claim_token) == ("a", "evicted", "t")
-    assert dirty.retry(1) == {"server"}
-    assert keys(dirty.take()) == ["b", "d"]
-    assert (dirty.retry_place("server", 1), dirty.retry_place("server", 1)) == (1, 0)
-    assert dirty.retry_place("another", 1) == 0
-    assert keys(dirty.take()) == ["c", "old"]
-    assert (len(dirty), dirty.retry()) == (0, set())
+    dirty.retry(1)
+    tried = dirty.take()
+    assert keys(tried) == ["b", "d"]
+    assert (keys(dirty.take()), dirty.wait_seconds()) == ([], None)
+    dirty.written(tried)
+    assert dirty.wait_seconds() == 0.0, "the server is back"
+    rest = dirty.take()
+    assert keys(rest) == ["c", "b", "old"], "and what was in doubt is written once more"
+    dirty.written(rest)
+    assert sorted(keys(dirty.take())) == ["c", "old"]
+    assert (len(dirty), dirty.wait_seconds()) == (0, None)
 
 
 def test_a_server_that_is_back_is_not_delayed_by_one_that_is_still_down() -> None:
-    dirty = DirtySet(Clock())
+    clock = Clock()
+    dirty = DirtySet(clock)
 
     def write(down: str) -> None:
-        while changes := dirty.take():
+        while (wait := dirty.wait_seconds()) is not None and wait < 2 * TOGETHER_SECONDS:
+            clock.now += wait
+            changes = dirty.take()
+            reached = [change for change in changes if change.address[1][0] not in down]
+            dirty.written(reached)
             for change in changes:
-                place = change.address[1][0]
-                if place in down:
-                    dirty.hold(change, place)
-                    missed.add(place)
-            written.extend(key for key in keys(changes) if key[0] not in down)
+                if change not in reached:
+                    dirty.hold(change, change.address[1][0])
+            written.update(keys(reached))
 
-    written: list[str] = []
-    missed: set[str] = set()
+    written: set[str] = set()
     names = [f"{server}{n}" for server in "abc" for n in range(1000)]
     for name in names:
         dirty.hold(of(name), name[0])
-    retried = dirty.retry()
+    dirty.retry()
     write(down="ac")
-    assert (retried, missed) == ({"a", "b", "c"}, {"a", "c"})
-    for place in retried - missed:
-        assert dirty.retry_place(place, 10_000) == 0
-    write(down="ac")
-    assert sorted(written) == sorted(f"b{n}" for n in range(1000))
-    assert len(dirty) == 2000
-    for _ in range(3):
-        for place in dirty.retry():
-            dirty.retry_place(place, 10_000)
+    assert written == {f"b{n}" for n in range(1000)}
+    assert 2000 <= len(dirty) < 3000, "those of b are written once more, at a bounded rate"
+    dirty.retry()
     write(down="")
-    assert sorted(written) == sorted(names)
-    assert len(dirty) == 0
+    assert written == {*names}
 
 
 def test_rewrites_are_rate_limited_and_new_changes_are_not() -> None:

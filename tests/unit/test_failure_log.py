@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from lookup_buffer.node.registrar import AGAIN_SECONDS, KINDS_MAX, FailureLog
+from lookup_buffer.node.storage import AGAIN_SECONDS, KINDS_MAX, FailureLog
 from store import StoreError
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from awaited import at_once
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.node.registrar import REST_SECONDS, FailureLog, PeriodicTasks, Task
+from lookup_buffer.node.storage import REST_SECONDS, FailureLog, PeriodicTasks, Task
 from store import MetadataStore, StoreFull, StoreUnavailable
 
 STORE: Any = None
@@ -19,7 +19,7 @@ class Beats:
     def __init__(self) -> None:
         self.now = 100.0
         self.done: list[str] = []
-        self.tasks = PeriodicTasks(FailureLog(lambda: self.now), lambda: self.now)
+        self.tasks = PeriodicTasks(FailureLog(lambda: self.now), lambda: self.now, [])
 
     def task(
         self, name: str, error: Exception | None = None, seconds: float = 0.0
@@ -35,7 +35,8 @@ class Beats:
     def run(self, *tasks: tuple[str, Task]) -> list[str]:
         """The names of those that ran until the next beat."""
         self.done = []
-        at_once(self.tasks.run_until(self.now + 1.0, STORE, tasks))
+        self.tasks.tasks = self.tasks.tasks or [*tasks]
+        at_once(self.tasks.run_until(self.now + 1.0, STORE))
         return self.done
 
 

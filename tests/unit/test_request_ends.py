@@ -377,15 +377,15 @@ def test_all_who_meet_an_unknown_node_share_a_reading_of_the_membership() -> Non
             self.readings += 1
             raise StoreUnavailable("no answer in time")
 
+        def place_of(self, namespace: str, key: str) -> str:
+            return ""
+
     async def test() -> None:
         behind: Any = Behind()
 
         class Storage:
             async def store(self) -> Any:
                 return behind
-
-            def place_of(self, address: QualifiedKey) -> str:
-                return ""
 
         storage: Any = Storage()
         loop = asyncio.get_running_loop()
