@@ -112,7 +112,9 @@ class SchedulerClient:
     def _failed_claim(self, keys: "Sequence[TensorKey]") -> ClaimHandle:
         return ClaimHandle(keys, self._changed, ClaimOutcome.FAILED)
 
-    def has_caches(self, keys: "Sequence[TensorKey]", *, timeout: float = 0.05) -> list[bool]:
+    def has_caches(
+        self, keys: "Sequence[TensorKey]", *, timeout: float | None = None
+    ) -> list[bool]:
         if self.unshared_reason:
             return [False] * len(keys)
         return self._buffer.has_caches(keys, timeout=timeout)

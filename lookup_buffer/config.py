@@ -91,7 +91,7 @@ class BufferConfig(BaseModel):
     """Import path, `package.module:attribute`, of a `redis.credentials.CredentialProvider` that the
     node asks for user and password at each connect, or of what makes one without arguments."""
     store_timeout_seconds: float = Field(default=TIMEOUT_SECONDS, gt=0, le=TIMEOUT_SECONDS_MAX)
-    """Bound on one call to the store."""
+    """Bound on one call to the store; connecting has this time, or 1.5 s."""
     store_opentelemetry: bool = False
     """Record redis-py's OpenTelemetry metrics of the node's connections to the store. Where they go
     is said by OpenTelemetry's own variables, as OTEL_EXPORTER_OTLP_ENDPOINT."""

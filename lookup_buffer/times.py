@@ -20,10 +20,15 @@ NODE_SHARE: Final = 0.9
 CLAIM_ANSWER_SECONDS: Final = 0.4
 """How long the store may take to decide a claim; after that the node grants it without the
 store."""
+LOOK_UP_SECONDS_MIN: Final = 0.05
+LOOK_UP_SECONDS_MAX: Final = 0.8
+"""Bounds on the time in which a node answers a `has_caches` without a timeout. Between them that
+time follows the round trip to the store."""
 INSERT_LEAST_SECONDS: Final = 0.5
 """How long an insert of a hand-off waits for the store, at least; also if its client does not
 wait."""
 assert CLAIM_ANSWER_SECONDS < NODE_SHARE * CALL_SECONDS, "the node answers before the client ends"
+assert LOOK_UP_SECONDS_MAX < NODE_SHARE * CALL_SECONDS, "the node answers before the client ends"
 assert INSERT_LEAST_SECONDS < NODE_SHARE * CALL_SECONDS, "the node answers before the client ends"
 
 # -- an intent: a claim of an engine that is about to encode

@@ -68,10 +68,9 @@ class Client:
         budget = self.topology.new_budget()
         routed = [(keys[0], script.by_digest((keys, a))) for keys, a in calls]
         replies = await self._exchange(routed, budget)
-        unknown = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
-        if unknown:
-            # Happens once after each start of a server; EVAL also loads the script there.
-            again = [(calls[i][0][0], script.by_text(calls[i])) for i in unknown]
+        for with_each in (False, True):  # the second time if keys moved meanwhile
+            unknown = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+            again = self._loading(script, [calls[i] for i in unknown], with_each=with_each)
             for i, reply in zip(unknown, await self._exchange(again, budget), strict=True):
                 replies[i] = reply
         return _raise_if_none_reached([translated(reply) for reply in replies])
@@ -133,6 +132,25 @@ class Client:
         async for names in self.walk(pattern):
             for name, fields in zip(names, await self.read_hashes(names), strict=True):
                 yield name, fields
+
+    def _loading(
+        self, script: Script, calls: Sequence[Call], *, with_each: bool
+    ) -> list[tuple[str, Command]]:
+        """The calls of a script that servers lack, as after each start: (key name, command).
+
+        EVAL also loads it, for the calls that follow on the connection. Its text `with_each` of
+        hundreds would be several round trips to a server far away.
+        """
+        routed: list[tuple[str, Command]] = []
+        has_text: set[Server] = set()
+        for call in calls:
+            name = call[0][0]
+            server = self.topology.holder_of(name)
+            follows = server in has_text and not with_each
+            routed.append((name, script.by_digest(call) if follows else script.by_text(call)))
+            if server is not None:
+                has_text.add(server)
+        return routed
 
     async def _exchange(
         self, routed: Sequence[tuple[Part, Command]], budget: Budget | None = None

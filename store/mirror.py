@@ -78,7 +78,7 @@ class RedisMirror(Mirror):
         self._closed = False
         self.pushes = 0
         self._ticker = loop.call_later(RECHECK_SECONDS, self._tick)
-        self._recheck()  # loads the slot map before the first read needs it
+        self._recheck()  # connects before the first read needs it
 
     def entries(self, namespace: str) -> Mapping[str, Entry]:
         return self._entries.of(namespace)
@@ -117,6 +117,7 @@ class RedisMirror(Mirror):
         self._watches.close()
         for connection in self._connections.values():
             connection.close(StoreUnavailable("the mirror is closed"))
+        self._connections.clear()
 
     def now(self) -> float:
         """When a request is sent, as `cache_reply` needs it: seconds of the loop's clock."""
@@ -275,6 +276,9 @@ class RedisMirror(Mirror):
         except StoreUnavailable:
             self._recheck()
             raise
+        return self._connection_to(server)
+
+    def _connection_to(self, server: Server) -> TrackedConnection:
         connection = self._connections.get(server)
         if connection is None:
             connection = self._connections[server] = TrackedConnection(
@@ -325,12 +329,14 @@ class RedisMirror(Mirror):
             if demoted:
                 with suppress(StoreUnavailable):
                     await suspect.exchange([("PING",)])  # is it still the same server?
-        if isinstance(self._topology, Standalone):
-            return
         try:
-            await self._topology.recheck()
+            if not isinstance(self._topology, Standalone):
+                await self._topology.recheck()
+            servers = await self._topology.servers(self._topology.new_budget())
         except StoreUnavailable:
             return
+        for server in servers:
+            self._connection_to(server)
         if self._version != self._topology.version:
             self._version = self._topology.version
             await self._drop_moved()

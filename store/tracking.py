@@ -88,7 +88,8 @@ class TrackedConnection:
         self._is_down = False
         """Whether it did not answer in time, or was not reached, and has not answered since."""
         self._needs_dial = asyncio.Event()
-        self._last_request_at = 0.0
+        self._needs_dial.set()  # it takes several round trips, which no request should wait for
+        self._last_request_at = self._loop.time()
         self._pause_seconds = PAUSE_SECONDS_MIN
         self._paused_until = 0.0
         self._last_error: StoreError = StoreUnavailable(f"store {server.endpoint}: not connected")
@@ -194,7 +195,7 @@ class TrackedConnection:
     # -- the connection
 
     async def _keep_dialling(self) -> None:
-        """Connect when a request needs it, and again while the server does not answer."""
+        """Connect at once, when a request needs it, and again while the server does not answer."""
         while True:
             await self._needs_dial.wait()
             self._needs_dial.clear()

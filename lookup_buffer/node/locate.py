@@ -24,6 +24,7 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.storage import Breaker, Storage
 from lookup_buffer.shm.index import RemoteIndex
+from lookup_buffer.times import LOOK_UP_SECONDS_MAX, LOOK_UP_SECONDS_MIN
 from store import (
     Found,
     Location,
@@ -180,6 +181,13 @@ class Locator:
             else:
                 found.append(self._judge((namespace, key), entry))
         return found
+
+    @property
+    def look_up_seconds(self) -> float:
+        """How long a look-up without a timeout waits for the store: for its round trip, and for
+        two more that read who an unknown holder is."""
+        seconds = 3 * self.directory.round_trip.bound_seconds
+        return min(max(seconds, LOOK_UP_SECONDS_MIN), LOOK_UP_SECONDS_MAX)
 
     async def store(self) -> MetadataStore | None:
         """The store; None if it cannot be opened. A failed attempt is repeated, at most once a

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.storage import RoundTrip
 from lookup_buffer.times import (
     BEAT_SECONDS,
     BLIND_SECONDS,
@@ -144,6 +145,8 @@ class Directory:
         self._endpoints: dict[tuple[str, str], str] = {}
         self.refreshed_at = -REFRESH_SECONDS_MIN
         """When the last reading of the beats began, by the clock: it includes all earlier beats."""
+        self.round_trip = RoundTrip()
+        """To the store, measured at each reading of the beats."""
         self.epoch = 0
         """Incremented when a node appears, dies or moves: earlier judgements are then out of
         date."""
@@ -172,6 +175,7 @@ class Directory:
 
     def _observe(self, beats: Mapping[str, Beat], asked_at: float) -> None:
         self.refreshed_at, now = asked_at, self._clock()
+        self.round_trip.observe(now - asked_at)
         if self._listed and self._node not in beats:
             self._lost_at = now  # this node beats, so the store has lost its data
         self._listed = self._listed or self._node in beats

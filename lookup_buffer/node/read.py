@@ -246,9 +246,12 @@ class Reads:
         self, request: Contains, present: list[bool], unknown: Sequence[int]
     ) -> Fields:
         addresses = [(request.namespace, request.keys[index]) for index in unknown]
+        seconds = request.budget_seconds
+        if seconds is None:
+            seconds = self.locator.look_up_seconds
         located = self.loop.create_task(self.locator.locate(addresses))
         try:
-            await asyncio.wait([located], timeout=request.budget_seconds)
+            await asyncio.wait([located], timeout=seconds)
         finally:
             is_late = located.cancel()
         if not is_late:

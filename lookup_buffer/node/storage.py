@@ -6,6 +6,7 @@ runs on the loop's thread.
 
 What fails: `Breaker` is a circuit breaker: after some failures in a row, no calls for a while.
 `registrar` has one, `locate` and `claims` have one for each server, `transfer` for each node.
+`RoundTrip` estimates how long a call of the store takes, from what `membership` measures.
 `PeriodicTasks` and `FailureLog` belong to `registrar`. Pure bookkeeping; the clock is an argument.
 """
 
@@ -136,6 +137,27 @@ class PeriodicTasks:
     def resume(self) -> None:
         """End all pauses: the store is new, or has lost its data."""
         self._paused_until.clear()
+
+
+@dataclass(slots=True)
+class RoundTrip:
+    """The round trip to the store, estimated as TCP does it (RFC 6298). Pure bookkeeping."""
+
+    _smoothed: float = 0.0
+    _variation: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """One more round trip took this long."""
+        if not self._smoothed:
+            self._smoothed, self._variation = seconds, seconds / 2
+            return
+        self._variation += (abs(self._smoothed - seconds) - self._variation) / 4
+        self._smoothed += (seconds - self._smoothed) / 8
+
+    @property
+    def bound_seconds(self) -> float:
+        """What few round trips exceed; 0 before the first one. TCP waits for an answer so long."""
+        return self._smoothed + 4 * self._variation
 
 
 class Storage:

@@ -94,6 +94,10 @@ def _is_reads(value: object) -> bool:
     return all(is_count(count) and 0 < count <= COUNT_MAX for count in value.values())
 
 
+def _is_seconds_or_none(value: object) -> bool:
+    return value is None or is_seconds(value)
+
+
 def _is_seat(value: object) -> bool:
     if value is None:
         return True
@@ -126,10 +130,10 @@ CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "namespace": is_fingerprint,
     "key": _is_text,
     "keys": _list_of(_is_text),
-    "budget_seconds": is_seconds,
+    "budget_seconds": _is_seconds_or_none,
     "headers": _list_of(_is_small_map),
     "offsets": _list_of(is_count),
-    "ttl_seconds": lambda value: value is None or is_seconds(value),
+    "ttl_seconds": _is_seconds_or_none,
     "wait_seconds": is_seconds,
     "lease_seconds": is_seconds,
     "state": _CLAIM_STATES.__contains__,

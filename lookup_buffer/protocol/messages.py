@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.protocol.fields import CHECKS, REPLY_CHECKS, is_count
 
-VERSION: Final = 9
+VERSION: Final = 10
 
 
 class InsertOutcome(Enum):
@@ -104,12 +104,13 @@ class Stage(Request):
 
 @dataclass(frozen=True, slots=True)
 class Contains(Request):
-    """→ present: list of booleans, False for keys still unknown after `budget_seconds`."""
+    """→ present: list of booleans, False for keys still unknown after `budget_seconds`. None: after
+    the time in which the node's store usually answers, at most LOOK_UP_SECONDS_MAX."""
 
     op = "contains"
     namespace: str
     keys: list[str]
-    budget_seconds: float
+    budget_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)

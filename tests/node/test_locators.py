@@ -3,14 +3,17 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 import torch
 
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.times import BEAT_SECONDS, LOOK_UP_SECONDS_MIN
 from nodes import StartNode, key, wait_until
 from patience import scaled
+from proxies import Relay
 from servers import StartServer, command, flush
 from store import EmbeddedServer, open_store
 
@@ -55,6 +58,30 @@ def test_an_absent_key_is_found_as_soon_as_it_is_published(pair: Pair) -> None:
     assert pair.has(*names) == [False] * 8
     pair.there.insert(names[0], torch.arange(3))
     soon(lambda: pair.has(*names) == [True] + [False] * 7)
+
+
+@pytest.mark.parametrize("mirror", [True, False])
+def test_a_look_up_waits_for_a_store_that_is_far_away(
+    start_server: StartServer, start_node: StartNode, mirror: bool
+) -> None:
+    server = start_server()
+    with closing(Relay()) as relay:
+        relay.connect_to(str(server.directory / "server.sock"))
+        far = start_node(store_url=f"redis://127.0.0.1:{relay.port}", mirror=mirror)
+        near = start_node(store_url=server.url)
+        wait_until(lambda: far.stats()["nodes_alive"] == 2, 10.0, "they know each other")
+        with far.client() as here, near.client() as there:
+            relay.delay(2 * LOOK_UP_SECONDS_MIN)
+            time.sleep(2 * BEAT_SECONDS + 1.0)  # the node measures it
+            names = [key() for _ in range(8)]
+            for name in names:
+                there.insert(name, torch.ones(3))
+            wait_until(lambda: there.stats()["unpublished"] == 0, 5.0, "they are published")
+            assert here.has_caches(names, timeout=LOOK_UP_SECONDS_MIN) == [False] * 8
+            other = key()
+            there.insert(other, torch.ones(3))
+            wait_until(lambda: there.stats()["unpublished"] == 0, 5.0, "it is published")
+            assert here.has_caches([other]) == [True]
 
 
 def test_a_withdrawn_key_is_gone(pair: Pair) -> None:

@@ -57,7 +57,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "namespace": st.just(FINGERPRINT),
     "key": texts,
     "keys": st.lists(texts, max_size=8),
-    "budget_seconds": seconds,
+    "budget_seconds": st.one_of(st.none(), seconds),
     "headers": st.lists(
         st.fixed_dictionaries({"dtype": texts, "shape": st.lists(counts, max_size=3)}), max_size=3
     ),
@@ -152,7 +152,7 @@ LIMITS = [
     ("keys", ["k"], ["k", 1]),
     ("budget_seconds", 86_400, 86_401),
     ("budget_seconds", 0, -0.001),
-    ("budget_seconds", 0.5, float("nan")),
+    ("budget_seconds", None, float("nan")),
     ("budget_seconds", 0.5, float("inf")),
     ("budget_seconds", 1, True),
     ("namespace", FINGERPRINT, FINGERPRINT[:-1]),
