@@ -166,11 +166,36 @@ def draw_arrangements(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
 
 
+def draw_network(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, items, title, goal in (
+        ("network-items", 64, "64 items of 256 KiB from another host", 0.67),
+        ("network-tensor", 1, "One item of 16 MiB from another host", 0.9),
+    ):
+        series: dict[str, list[tuple[float, float]]] = {}
+        for cell in result["results"]:
+            if cell["items"] == items:
+                rate = "1 Gbit/s" if cell["megabits"] else "no limit"
+                lost = f", {cell['loss_percent']:g} % lost" if cell["loss_percent"] else ""
+                point = (cell["round_trip_ms"], cell["speed_over_bare"])
+                series.setdefault(rate + lost, []).append(point)
+        yield (
+            name,
+            lines(
+                title,
+                Axis("round trip, milliseconds", logarithmic=True),
+                Axis("speed, times that of a bare socket"),
+                dict(series),
+                Goal(goal, f"goal at 10 ms: {goal}"),
+            ),
+        )
+
+
 DRAWINGS = {
     "store_scale": draw_scale,
     "store_mirror": draw_mirror,
     "store_fleet": draw_fleet,
     "arrangements": draw_arrangements,
+    "network_matrix": draw_network,
 }
 
 

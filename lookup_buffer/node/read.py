@@ -8,7 +8,7 @@ never kept: each reader gets its own, which is freed with its pin. Called by `se
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
@@ -25,6 +25,7 @@ from lookup_buffer.node.connection import (
     Tasks,
 )
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.links import again_seconds
 from lookup_buffer.node.locate import Located, Locator, Waiting
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
 from lookup_buffer.protocol.messages import Contains, Select, Touch
@@ -167,13 +168,15 @@ class Reads:
         hold: Callable[[Fetched], T | None],
         fetching: Fetching = lambda _: None,
     ) -> T | MissReason:
-        """Fetch an absent key as soon as a node has it; a miss after `wait_seconds`.
+        """Fetch an absent key as soon as a node has it; a miss after `wait_seconds`. A holder that
+        fails is asked again, after pauses.
 
         Returns what `hold` returns for what came, or the reason of the miss. `hold` pins it, or
         returns None if it is gone again. A transfer has a deadline of its own; `fetching` is called
         when one begins. A store that hangs is a miss, in time for the client.
         """
         until = self.loop.time() + wait_seconds
+        failures = 0
         try:
             async with asyncio.timeout_at(until + GRACE_SECONDS) as bound:
                 with self.waiting.changes(address, until) as changed:
@@ -187,7 +190,12 @@ class Reads:
                         if self.loop.time() >= until:
                             return fetched.reason or MissReason.ABSENT
                         bound.reschedule(until + GRACE_SECONDS)
-                        await changed()
+                        failures = failures + 1 if fetched.reason == MissReason.PEER_FAILED else 0
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(
+                                again_seconds(failures) if failures else None
+                            ):
+                                await changed()
         except TimeoutError:
             found = hold(NOTHING)
             return MissReason.STORE_DOWN if found is None else found

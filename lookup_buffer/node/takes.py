@@ -19,7 +19,6 @@ Called by `server` and `announcements` on the loop's thread.
 
 import asyncio
 import itertools
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena, Pin
 from lookup_buffer.node.connection import Connection, Session, granted
 from lookup_buffer.node.handoffs import Handoffs, Lease
-from lookup_buffer.node.links import HANDOFFS, dial
+from lookup_buffer.node.links import HANDOFFS, again_seconds, dial
 from lookup_buffer.node.locate import Located, Locator, Waiting
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Source, Wanted
@@ -51,22 +50,8 @@ from lookup_buffer.times import (
 )
 from store import Location
 
-AGAIN_SECONDS: Final = 0.05
-AGAIN_SECONDS_MAX: Final = 0.4
-AGAIN_PART_MIN: Final = 0.25
-"""Jitter: a pause is at least this fraction of its maximum."""
 GONE: Final = OwnerReply("gone")
 UNREACHED: Final = OwnerReply("unreached")
-
-
-def again_seconds(failures: int) -> float:
-    """The pause before the next attempt, in seconds, after so many failures in a row.
-
-    With jitter. Attempts at even intervals can all meet the refusals of an owner that accepts
-    connections in the same rhythm. An acknowledgement then stays unanswered until it expires.
-    """
-    longest = min(AGAIN_SECONDS_MAX, AGAIN_SECONDS * 2.0 ** min(failures - 1, 10))
-    return longest * random.uniform(AGAIN_PART_MIN, 1.0)
 
 
 # -- the connection to an owner

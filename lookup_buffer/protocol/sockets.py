@@ -223,6 +223,13 @@ def enable_keepalive(stream: socket.socket) -> None:
     ignore_errors(partial(stream.setsockopt, socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1))
 
 
+def end_when_unanswered(stream: socket.socket, seconds: float) -> None:
+    """Let the kernel end a connection if bytes that were sent are not acknowledged, or not taken,
+    for so long: also if no caller waits for that."""
+    value = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+    ignore_errors(partial(stream.setsockopt, *value))
+
+
 def ignore_errors(action: Callable[[], object]) -> None:
     """Run a socket operation that may fail without consequence, because the socket may be dead."""
     try:

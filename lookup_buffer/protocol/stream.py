@@ -10,10 +10,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from fcntl import ioctl
 from select import POLLIN, poll
-from termios import FIONREAD
+from termios import FIONREAD, TIOCOUTQ
 from typing import Any, Final, Protocol
 
 from lookup_buffer.errors import PipeBroken, PipeClosed, ProtocolError
@@ -121,18 +122,20 @@ class FramedSocket:
         """
         nbytes = 0 if payload is None else payload.nbytes
         frame = self._encoded(header, nbytes, before)
-        progress = _Progress(timeout, already_sent)
+        sent = already_sent
         with self._guard:
-            self._send_timeout.allow_until(progress.deadline)
-            # One call for header and payload: no second packet, no wait for an ACK.
-            sent = already_sent or self._socket.sendmsg((frame, payload or b""))
+            progress = _Progress(timeout, sent - self._in_kernel(TIOCOUTQ))
             while sent < len(frame) + nbytes:
-                progress.note(sent)
                 self._send_timeout.allow_until(progress.deadline)
-                if sent < len(frame):
-                    sent += self._socket.send(frame[sent:])
-                elif payload is not None:
-                    sent += self._socket.send(payload[sent - len(frame) :])
+                # A large buffer takes nothing more until much of it has passed.
+                with suppress(BlockingIOError):
+                    if sent == 0:  # One call for both: no second packet, no wait for an ACK.
+                        sent = self._socket.sendmsg((frame, payload or b""))
+                    elif sent < len(frame):
+                        sent += self._socket.send(frame[sent:])
+                    elif payload is not None:
+                        sent += self._socket.send(payload[sent - len(frame) :])
+                progress.note(sent - self._in_kernel(TIOCOUTQ))
         self._is_sent()
 
     def send_nowait(
@@ -219,9 +222,7 @@ class FramedSocket:
         if missing <= 0:
             return True
         with self._guard:
-            waiting = bytearray(4)
-            ioctl(self._socket, FIONREAD, waiting)
-            return int.from_bytes(waiting, sys.byteorder) >= missing
+            return self._in_kernel(FIONREAD) >= missing
 
     @property
     def has_buffered(self) -> bool:
@@ -245,6 +246,20 @@ class FramedSocket:
         with self._guard:
             self._receive(buffer, _Progress(timeout), hasher)
             self._payload_left -= buffer.nbytes
+
+    def recv_available(self, buffer: memoryview, hasher: Hasher) -> int:
+        """As `recv_into`, but only what has arrived; returns its number of bytes. Never waits."""
+        with self._guard:
+            got = self._unread(buffer)
+            with suppress(BlockingIOError):
+                while got < buffer.nbytes:
+                    read = self._socket.recv_into(buffer[got:], 0, socket.MSG_DONTWAIT)
+                    if read == 0:
+                        raise _ended(within_frame=True)
+                    got += read
+            hasher.update(buffer[:got])
+            self._payload_left -= got
+        return got
 
     def wait_readable(self, timeout: float, wait: Callable[[float], bool] | None = None) -> bool:
         """Whether there is something to receive (a frame, or the end) within `timeout` seconds.
@@ -369,10 +384,7 @@ class FramedSocket:
             self._end += read
 
     def _receive(self, buffer: memoryview, progress: _Progress, hasher: Hasher | None) -> None:
-        got = min(self._end - self._start, buffer.nbytes)
-        buffer[:got] = self._scratch[self._start : self._start + got]
-        self._start += got
-        hashed = 0
+        got, hashed = self._unread(buffer), 0
         while got < buffer.nbytes:
             # Always request the full remainder: the kernel returns all it has in one call.
             read = self._read(buffer[got:], progress.deadline)
@@ -385,6 +397,19 @@ class FramedSocket:
                 hashed = got
         if hasher is not None and hashed < got:
             hasher.update(buffer[hashed:got])
+
+    def _unread(self, buffer: memoryview) -> int:
+        """Move what the scratch holds to the start of `buffer`; returns the number of bytes."""
+        got = min(self._end - self._start, buffer.nbytes)
+        buffer[:got] = self._scratch[self._start : self._start + got]
+        self._start += got
+        return got
+
+    def _in_kernel(self, request: int) -> int:
+        """Bytes in the kernel: to be received (FIONREAD), or not acknowledged (TIOCOUTQ)."""
+        count = bytearray(4)
+        ioctl(self._socket, request, count)
+        return int.from_bytes(count, sys.byteorder)
 
     def _read(self, target: memoryview, deadline: float) -> int:
         self._receive_timeout.allow_until(deadline)

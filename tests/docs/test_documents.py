@@ -33,6 +33,7 @@ DOCUMENTS = (
     "docs/gpu.md",
     "docs/library.md",
     "docs/metrics.md",
+    "docs/network.md",
     "docs/operations.md",
     "docs/pipes.md",
     "docs/redis-keys.md",

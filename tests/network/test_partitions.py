@@ -52,6 +52,24 @@ def test_a_peer_that_cannot_be_reached_delays_no_other(make_network: MakeNetwork
         assert max(took) < scaled(1.0)
 
 
+def test_a_select_that_waits_gets_it_after_the_partition(make_network: MakeNetwork) -> None:
+    network = make_network("a", "b")
+    a, b = network.node("a"), network.node("b")
+    with a.client() as here, b.client() as there, ThreadPoolExecutor(1) as pool:
+        ((one, tensor),) = network.put(here, 1, MIB)
+        network.wait_for(there, [one])
+        with network.cut("a", "b"):
+            asking = pool.submit(there.select, one, timeout=30.0)
+            wait_until(
+                lambda: there.stats().get("fetches_failed_peer_failed", 0), 10.0, "it has failed"
+            )
+            assert not asking.done()
+        healed = time.monotonic()
+        assert equal(asking.result(scaled(30.0)), tensor)
+        print(f"{time.monotonic() - healed:.2f} s")
+        assert time.monotonic() - healed < scaled(2 * HEALED_SECONDS)
+
+
 def test_hand_offs_after_a_partition(make_network: MakeNetwork) -> None:
     network = make_network("a", "b")
     a, b = network.node("a"), network.node("b")

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from lookup_buffer import TensorKey
+from lookup_buffer.node.links import AHEAD, LINKS_MAX
+from lookup_buffer.times import PEER_PROGRESS_SECONDS
 from network import MakeNetwork, equal
 from nodes import MIB, key, wait_until
 from patience import scaled
@@ -48,6 +50,64 @@ def test_a_hand_off_over_a_slow_network_takes_longer_than_its_lease(
         assert equal(taker.drop_select(one, timeout=30.0), tensor)
         print(f"{time.monotonic() - started:.2f} s")
         assert not any(producer.has_caches([one]))
+
+
+def test_many_tensors_over_a_long_way_share_few_connections(make_network: MakeNetwork) -> None:
+    network = make_network("a", "b")
+    a, b = network.node("a"), network.node("b")
+    with a.client() as here, b.client() as there:
+        items = network.put(here, 300, MIB // 16)
+        keys = [one for one, _ in items]
+        network.wait_for(there, keys)
+        network.set_both("a", "b", delay=100)
+        started = time.monotonic()
+        found = there.select_many(keys, timeout=30.0)
+        print(f"{time.monotonic() - started:.2f} s")
+        assert all(
+            isinstance(one, torch.Tensor) and torch.equal(one, tensor)
+            for one, (_, tensor) in zip(found, items, strict=True)
+        )
+        assert 0 < network.kill("a", "b", "drop") <= LINKS_MAX
+
+
+def test_a_rate_that_falls_fails_nothing(make_network: MakeNetwork) -> None:
+    """The holder's send buffer has grown by then, and takes nothing more for over 5 s."""
+    network = make_network("a", "b")
+    a, b = network.node("a"), network.node("b")
+    with a.client() as here, b.client() as there:
+        ((one, tensor),) = network.put(here, 1, 48 * MIB)
+        network.wait_for(there, [one])
+        network.set_both("a", "b", delay=40, rate=400)
+        with ThreadPoolExecutor(1) as pool:
+            begun = pool.submit(there.select, one, timeout=60.0)
+            network.wait_for_bytes("a", "b", 24 * MIB, 30.0)
+            network.set("a", "b", rate=1.5, queue=1000)
+            time.sleep(2 * PEER_PROGRESS_SECONDS)
+            assert not begun.done()
+            network.set("a", "b", rate=0)
+            assert equal(begun.result(scaled(60.0)), tensor)
+        assert not there.stats().get("fetches_failed_peer_failed", 0)
+
+
+def test_a_hand_off_does_not_wait_for_slow_tensors(make_network: MakeNetwork) -> None:
+    network = make_network("a", "b")
+    a, b = (network.node(name, capacity_bytes=256 * MIB) for name in "ab")
+    with a.client() as here, b.client() as there, ThreadPoolExecutor(1) as pool:
+        items = network.put(here, 2 * LINKS_MAX * AHEAD, 4 * MIB)
+        keys = [one for one, _ in items]
+        network.wait_for(there, keys)
+        network.set("a", "b", rate=40)
+        reading = pool.submit(there.select_many, keys, timeout=60.0)
+        before = network.sent_bytes("a", "b")
+        network.wait_for_bytes("a", "b", MIB, 10.0)
+        one, tensor = TensorKey(key().mm_hash, "request"), torch.ones(1000)
+        here.insert(one, tensor)
+        assert equal(there.drop_select(one, timeout=20.0), tensor)
+        assert network.sent_bytes("a", "b") - before < 4 * MIB * len(items) // 2
+        assert not reading.done()
+        network.set("a", "b", rate=0)
+        found = reading.result(scaled(60.0))
+        assert all(isinstance(tensor, torch.Tensor) for tensor in found)
 
 
 def test_another_holder_delivers_what_a_cut_interrupted(make_network: MakeNetwork) -> None:

@@ -134,6 +134,32 @@ def test_a_stopped_peer_costs_a_sender_its_deadline() -> None:
         assert link.closed
 
 
+def test_a_slow_peer_makes_progress_while_a_large_send_buffer_takes_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        peer, _ = listener.accept()
+    link = FramedSocket(sender)
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MIB)
+    peer.settimeout(TIMEOUT)
+    payload = pattern(MIB // 8)
+    frame = encode_frame([], payload.nbytes) + payload
+
+    def receive() -> bytes:
+        received = bytearray()
+        slow_until = time.monotonic() + 5.0
+        while len(received) < 64 * len(frame):
+            received += peer.recv(PROGRESS_BYTES)
+            if time.monotonic() < slow_until:
+                time.sleep(0.2)
+        return bytes(received)
+
+    with link, peer, ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receive)
+        for _ in range(64):
+            link.send([], payload, timeout=1.0)
+        assert receiving.result(TIMEOUT) == 64 * frame
+
+
 def test_a_trickling_peer_cannot_stretch_the_deadline(
     raw: tuple[FramedSocket, socket.socket],
 ) -> None:
