@@ -1,5 +1,6 @@
 """Check: one result of `lookup-buffer doctor`, with advice if something is wrong."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,6 +13,10 @@ class Verdict(StrEnum):
     WARN = "warn"
     """It works, but perhaps slowly or not for long."""
     FAIL = "fail"
+
+
+def named(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED_MAX]) + (", …" if len(names) > NAMED_MAX else "")
 
 
 @dataclass(frozen=True, slots=True)

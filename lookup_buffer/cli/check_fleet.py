@@ -5,21 +5,26 @@ Called by `check_store`, for a store that answers.
 
 import socket
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from lookup_buffer.cli.check import NAMED_MAX, Check, fail, ok, warn
+from lookup_buffer.cli.check import Check, fail, named, ok, warn
+from lookup_buffer.cli.check_addresses import LOOPBACK, address_checks
 from lookup_buffer.errors import LookupBufferError, NodeRefused
 from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
 from store import BlockingStore, NodeInfo
+
+if TYPE_CHECKING:
+    from lookup_buffer.config import BufferConfig
 
 CONNECT_SECONDS = 1.0
 """Timeout for connecting to a node, and again for the handshake."""
 TRIED_MAX = 16
 """Most nodes whose ports are tried: an unreachable one takes all of CONNECT_SECONDS."""
-LOOPBACK = ("127.", "localhost", "[::1]")
 
 
-def fleet_checks(store: BlockingStore, token: str | None) -> Iterator[Check]:
-    """Checks of the nodes with a heartbeat. Reads heartbeats for 2 s at most."""
+def fleet_checks(store: BlockingStore, config: "BufferConfig") -> Iterator[Check]:
+    """Checks of the nodes with a heartbeat. Reads heartbeats for 2 s at most; then the nodes dial
+    each other, see `address_checks`."""
     monitor = store.run(HeartbeatMonitor.begin(store.store))
     store.run(monitor.wait())
     alive = [node for node in monitor.last if monitor.alive(node)]
@@ -35,7 +40,8 @@ def fleet_checks(store: BlockingStore, token: str | None) -> Iterator[Check]:
         yield ok("fleet", f"nodes alive: {len(alive)}")
     if infos:
         yield _versions_check(infos)
-        yield from _peer_checks(infos, token)
+        yield from _peer_checks(infos, config.token.get_secret_value() if config.token else None)
+        yield from address_checks(config, infos)
 
 
 def _versions_check(infos: Sequence[NodeInfo]) -> Check:
@@ -69,7 +75,7 @@ def _ports_check(unreached: Sequence[str], tried: int) -> Check:
         return ok("ports", f"nodes reached from here: {tried}")
     return warn(
         "ports",
-        f"not reached from here: {_named(unreached)}",
+        f"not reached from here: {named(unreached)}",
         "open the port between the hosts, or correct `listen` and `advertise`: what these nodes "
         "hold cannot be fetched",
     )
@@ -78,7 +84,7 @@ def _ports_check(unreached: Sequence[str], tried: int) -> Check:
 def _token_check(refusing: Sequence[str], reached: int, token: str | None) -> Check:
     if not refusing:
         return ok("token", f"nodes that accept this configuration's: {reached}")
-    found = f"refused by {_named(refusing)}"
+    found = f"refused by {named(refusing)}"
     if token is None:  # this host's nodes may have one that this configuration lacks
         return warn(
             "token", f"{found}; none is set here", "set LOOKUP_BUFFER_TOKEN_FILE to test it"
@@ -89,10 +95,6 @@ def _token_check(refusing: Sequence[str], reached: int, token: str | None) -> Ch
         "give all hosts one token, and restart nodes and engines that have another: what these "
         "nodes hold is a miss here",
     )
-
-
-def _named(nodes: Sequence[str]) -> str:
-    return ", ".join(nodes[:NAMED_MAX]) + (", …" if len(nodes) > NAMED_MAX else "")
 
 
 def _try_handshake(info: NodeInfo, token: str | None) -> None:

@@ -118,11 +118,7 @@ def _foreign_store_checks(config: "BufferConfig", store: BlockingStore) -> Itera
     else:
         found = str(StoreNotBrowsable(store.store))
         yield warn("store version", found, "use the tools of its package to check its servers")
-    yield from fleet_checks(store, _token_of(config))
-
-
-def _token_of(config: "BufferConfig") -> str | None:
-    return config.token.get_secret_value() if config.token else None
+    yield from fleet_checks(store, config)
 
 
 def _usable_store_checks(config: "BufferConfig", store: BlockingStore) -> Iterator[Check]:
@@ -148,7 +144,7 @@ def _usable_store_checks(config: "BufferConfig", store: BlockingStore) -> Iterat
         yield from clock_check(inspection.clock_ahead_seconds())
         yield records_check(inspection)
         yield nodes_check(inspection)
-        yield from fleet_checks(store, _token_of(config))
+        yield from fleet_checks(store, config)
 
 
 def mode_check(url: str, info: ServerInfo) -> Check:

@@ -55,7 +55,7 @@ class HeartbeatMonitor:
         awaited = [node for node in nodes if node in self._first]
         if all(map(self.alive, awaited)):
             return
-        with _progress_shown("waiting for the nodes' heartbeats …"):
+        with progress_shown("waiting for the nodes' heartbeats …"):
             while not all(map(self.alive, awaited)):
                 if self._clock() >= self._until:
                     return
@@ -99,7 +99,7 @@ class HeartbeatMonitor:
         return node in self.last and self.last[node] != self._first.get(node)
 
 
-def _progress_shown(text: str) -> AbstractContextManager[object]:
+def progress_shown(text: str) -> AbstractContextManager[object]:
     """Show `text` while the block runs and remove it afterwards; only if stderr is a terminal."""
     if not sys.stderr.isatty():
         return nullcontext()

@@ -3,7 +3,8 @@
 A `Connection` is one socket: a client's unix socket, or another node's TCP socket. It decodes
 frames, encodes replies and passes descriptors both ways (on a unix socket only). It never blocks.
 Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`: a remote end that does not read its
-replies is disconnected. Created by `server` (clients), `takes` and `handoffs` (nodes).
+replies is disconnected. Created by `server` (clients), `takes`, `handoffs` and `reachability`
+(nodes).
 
 A `Session` has a client's connections, engine rank, and the requests that wait. It begins with
 `Hello` on its main connection, the first one. It ends with `Goodbye`, or with that connection.

@@ -1,7 +1,8 @@
 """Connections between nodes, dialled or accepted on the loop.
 
 `dial` connects to another node, `greet` is the accepting side. Both return a socket with the MACs
-of its later frames. Called by `transfer` and `peers` (tensors), and by `takes` (hand-offs).
+of its later frames. Called by `transfer` and `peers` (tensors), by `takes` (hand-offs), and by
+`reachability`.
 A `Holder` has the connections for tensors to one node, and how fast it answered. `ThreadPool` has
 the threads that move bytes over them.
 """
@@ -45,6 +46,9 @@ from store import Location
 
 TENSORS: Final = "tensors"
 HANDOFFS: Final = "handoffs"
+REACHABILITY: Final = "reachability"
+ROLES: Final = (TENSORS, HANDOFFS, REACHABILITY)
+"""What a connection between nodes is for; the last one since version 5."""
 HANDSHAKE_SECONDS: Final = 2.0
 """Bound on an accepted handshake."""
 THREADS_IDLE_SECONDS: Final = 60.0
@@ -124,6 +128,8 @@ class Link(NamedTuple):
     stream: socket.socket
     purpose: Purpose
     macs: Macs | None
+    version: int
+    """Of the protocol: the newest one that both nodes speak."""
 
     def framed(self) -> FramedSocket:
         """For the threads that move bytes."""
@@ -214,8 +220,8 @@ async def dial(
     role: str,
     token: str | None,
 ) -> Link:
-    """A connection to the node of `location` at `endpoint`. For hand-offs it must still be the same
-    boot; a request for a tensor names its boot.
+    """A connection to the node of `location` at `endpoint`. It must still be the same boot, except
+    for tensors: a request for one names its boot.
 
     Raises:
         NodeRefused: another node is there, or one with another token or version.
@@ -223,12 +229,12 @@ async def dial(
         ValueError: the endpoint is no address.
     """
     host, port = parse_tcp(endpoint)
-    boot = location.boot if role == HANDOFFS else ""
+    boot = "" if role == TENSORS else location.boot
     purpose = Purpose(role, endpoint, location.node, boot)
     async with _translated(f"no connection to {endpoint} in time", PEER_CONNECT_SECONDS):
         stream = await _connected(loop, host, port)
         agreement = await _agree(loop, stream, client_dialogue(token, purpose))
-    return Link(stream, purpose, agreement.macs)
+    return Link(stream, purpose, agreement.macs, agreement.version)
 
 
 async def greet(
@@ -242,7 +248,7 @@ async def greet(
     """
     async with _translated("no handshake in time", HANDSHAKE_SECONDS):
         agreement = await _agree(loop, stream, server_dialogue(token, accepts))
-    return Link(stream, agreement.purpose, agreement.macs)
+    return Link(stream, agreement.purpose, agreement.macs, agreement.version)
 
 
 @asynccontextmanager

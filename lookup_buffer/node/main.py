@@ -26,6 +26,7 @@ many and not drawn, nor is `connection` to other nodes.
       server ─► takes ─► handoffs ─► arena          drop_select of an item of this node
                ├─► locate, transfer                 of another node's
                └─► other nodes                      its owner
+      server ─► reachability ─► other nodes         whether they reach each other, for `doctor`
       server ─► claims ─► store                     claims, over the mirror's connections if any
       server, claims, announcements ─► registrar    marks keys as changed (dirty_set); so do arena,
                                                     devices and peers, through main
@@ -37,7 +38,8 @@ many and not drawn, nor is `connection` to other nodes.
                └─► devices                          other nodes' device pools
 
     other nodes ─► peers ─► arena                   sends tensors [lb-send]
-                    └─► handoffs                    takers of other nodes
+                    ├─► handoffs                    takers of other nodes
+                    └─► reachability ─► other nodes one asks to be dialled back
     Prometheus, probes, browsers ─► the dashboard's process, which `http` keeps running
                      ├─► server                     /metrics and /healthz, by a message
                      └─► store                      the page
@@ -79,6 +81,7 @@ from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.locate import LOOK_AGAIN_SECONDS, POLL_SECONDS, Locator, Waiting
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.peers import PeerServer
+from lookup_buffer.node.reachability import Reachability
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.server import Server
@@ -194,6 +197,7 @@ class Node:
         self._lacks_mirror = not self._storage.has_mirror()
         mirrored = config.mirror and not self._lacks_mirror
         self._locator = Locator(loop, self._storage, directory, self._remote_index, mirrored)
+        self._reachability = Reachability(loop, identity, directory, token, counters)
         self._fetcher = Fetcher(loop, arena, counters, token)
         self._registrar = Registrar(
             loop, self._storage, arena, directory, identity, counters, config.record_ttl_seconds,
@@ -223,7 +227,7 @@ class Node:
         lanes = Lanes(loop, identity.boot, self._locator, counters, self._pools)
         self._server = Server(
             loop, identity, arena, self._remote_index, reads, self._inserts, takes, claims, lanes,
-            self._registrar, counters, config.expectations(),
+            self._registrar, self._reachability, counters, config.expectations(),
         )  # fmt: skip
 
     @property
@@ -275,7 +279,7 @@ class Node:
             raise self._registrar.fault
 
     def _start(self) -> None:
-        self._peers.start(self.identity, self._directory)
+        self._peers.start(self.identity, self._directory, self._reachability)
         self._locator.start()
         self._registrar.start()
         if self._telemetry is not None:
@@ -328,6 +332,7 @@ class Node:
         """Close all parts, and let each task that was cancelled run to its end."""
         await self._server.close()
         self._askers.close()
+        self._reachability.close()
         self._owners.close()
         await self._arbiter.close()
         await self._registrar.close()

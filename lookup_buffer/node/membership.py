@@ -235,6 +235,13 @@ class Directory:
         """The endpoint of `location`; None if that boot is not alive, or is this node."""
         return self._endpoints.get((location.node, location.boot))
 
+    def member(self, node: str) -> tuple[Location, str] | None:
+        """(boot, endpoint) of another live node; the boot as a location of no item."""
+        for (name, boot), endpoint in self._endpoints.items():
+            if name == node:
+                return Location(name, boot, 0, 0), endpoint
+        return None
+
     def knows(self, location: Location) -> bool:
         """Whether this boot of the node is known, or was just not found.
 

@@ -24,8 +24,18 @@ from lookup_buffer.node.arena import PEER_OWNER, Arena, Pin
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Askers
-from lookup_buffer.node.links import HANDOFFS, TENSORS, Link, ThreadPool, call_from_thread, greet
+from lookup_buffer.node.links import (
+    HANDOFFS,
+    REACHABILITY,
+    ROLES,
+    TENSORS,
+    Link,
+    ThreadPool,
+    call_from_thread,
+    greet,
+)
 from lookup_buffer.node.membership import Directory, Identity
+from lookup_buffer.node.reachability import Reachability
 from lookup_buffer.protocol.acceptor import RETRY_SECONDS, listening_socket
 from lookup_buffer.protocol.auth import Purpose
 from lookup_buffer.protocol.fields import is_fingerprint
@@ -76,6 +86,8 @@ class PeerServer:
     askers: Askers
     """They get the connections for hand-offs."""
     directory: Directory | None = None
+    reachability: Reachability | None = None
+    """It gets the connections by which other nodes find out whether they reach this one."""
     identity: Identity = field(default_factory=lambda: Identity("", "", ""))
     _listener: socket.socket | None = None
     _greetings: "dict[asyncio.Task[None], str]" = field(default_factory=dict)
@@ -93,8 +105,9 @@ class PeerServer:
         self._listener.setblocking(False)
         return f"tcp://{shown}"
 
-    def start(self, identity: Identity, directory: Directory) -> None:
+    def start(self, identity: Identity, directory: Directory, reachability: Reachability) -> None:
         self.identity, self.directory = identity, directory
+        self.reachability = reachability
         self._accept_more()
 
     def tick(self) -> None:
@@ -151,11 +164,11 @@ class PeerServer:
     def _refused(self, purpose: Purpose) -> str:
         """See `Accepts`. A proof is for one address, node and role: it cannot be passed on."""
         identity = self.identity
-        if purpose.role not in (TENSORS, HANDOFFS):
+        if purpose.role not in ROLES:
             return "a node listens here"
         if (purpose.node, purpose.endpoint) != (identity.node, identity.endpoint):
             return f"node {identity.node} listens here, at {identity.endpoint}"
-        if purpose.role == HANDOFFS and purpose.boot != identity.boot:
+        if purpose.role != TENSORS and purpose.boot != identity.boot:
             return "the node was started again"
         return ""
 
@@ -167,12 +180,18 @@ class PeerServer:
             return
         except LookupBufferError:
             return  # it left, was too slow, or was refused: only its connection ends
-        if not self._make_place():
+        if link.purpose.role == REACHABILITY:
+            self._admit_check(link)
+        elif not self._make_place():
             link.stream.close()
         elif link.purpose.role == HANDOFFS:
             self.askers.admit(link)
         else:
             self._read(link)
+
+    def _admit_check(self, link: Link) -> None:
+        assert self.reachability is not None, "nothing is accepted before `start`"
+        self.reachability.admit(link)
 
     def _read(self, link: Link) -> None:
         try:

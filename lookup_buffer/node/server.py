@@ -24,6 +24,7 @@ from lookup_buffer.node.devices import Lanes
 from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.prefetch import Prefetches
+from lookup_buffer.node.reachability import Reachability
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.takes import Taken, Takes
@@ -46,6 +47,7 @@ from lookup_buffer.protocol.messages import (
     OpenPool,
     Prefetch,
     Prepare,
+    Reach,
     Received,
     Release,
     ReleaseClaim,
@@ -85,6 +87,7 @@ class Server:
     claims: Claims
     lanes: Lanes
     registrar: Registrar
+    reachability: Reachability
     counters: Counters
     expects: Mapping[str, str | int]
     """The settings that a client's configuration must share with this node; see `Hello.expects`."""
@@ -128,6 +131,7 @@ class Server:
             Retract: pools.retract,
             Received: self.lanes.received,
             Describe: lambda _, request: self.registrar.describe(request.namespace, request.parts),
+            Reach: self.reachability.reach,
             Stats: self._stats,
         }
 

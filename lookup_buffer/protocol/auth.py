@@ -27,9 +27,10 @@ from lookup_buffer.protocol.framing import Mac, Macs, pack
 from lookup_buffer.protocol.sockets import connected_socket
 from lookup_buffer.protocol.stream import FramedSocket, FramedSocketLimits, FrameStream
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 OLDEST_VERSION: Final = 4
-"""Version 3 is not spoken: its proofs counted for any address."""
+"""Version 4 has no connections of the role "reachability"; 3 is not spoken: its proofs counted for
+any address."""
 HELLO_BYTES: Final = 1024
 """No header of a handshake is larger."""
 _NONCE_BYTES: Final = 32
@@ -42,7 +43,7 @@ class Purpose(NamedTuple):
     that passes a handshake on to another one is found out."""
 
     role: str = "pipe"
-    """"pipe"; between nodes "tensors" or "handoffs"."""
+    """"pipe"; between nodes "tensors", "handoffs" or "reachability"."""
     endpoint: str = ""
     """The address that the client dialled, as the other node advertises it."""
     node: str = ""
@@ -311,12 +312,9 @@ def _common_version(hello: list[Any]) -> int:
 
 def _other_version(oldest: int, newest: int) -> str:
     theirs = f"{newest}" if oldest == newest else f"{oldest} to {newest}"
-    ours = f"{PROTOCOL_VERSION}"
-    if OLDEST_VERSION != PROTOCOL_VERSION:
-        ours = f"{OLDEST_VERSION} to {PROTOCOL_VERSION}"
     return (
-        f"the remote end has protocol version {theirs}, this one {ours}; run the same version on "
-        "both"
+        f"the remote end has protocol version {theirs}, this one {OLDEST_VERSION} to "
+        f"{PROTOCOL_VERSION}; run the same version on both"
     )
 
 

@@ -20,6 +20,9 @@ KEYS_BYTES_MAX: Final = 256 << 10
 times as much."""
 COUNT_MAX: Final = (1 << 31) - 1
 """Bound on the reads of a key in one request, so that no sum of them overflows a counter."""
+EXCHANGED_BYTES: Final = 64 << 10
+"""Size of the frames by which a node finds out whether it reaches another: more than a packet of
+any size, and what a transfer must move in PEER_PROGRESS_SECONDS."""
 TEXT_MAX: Final = 4096
 """Bound on the characters of one text: a key, an engine's id, a name in a map."""
 PARTS_MAX: Final = 256
@@ -145,6 +148,10 @@ CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "take": is_count,
     "rank": is_count,
     "parts": is_parts,
+    "dialler": _is_text,
+    "node": _is_text,
+    "boot": _is_text,
+    "data": lambda value: isinstance(value, bytes) and len(value) <= EXCHANGED_BYTES,
     "lane": LANES.__contains__,
     "library": lambda value: isinstance(value, str) and _LIBRARY.fullmatch(value) is not None,
     "port": lambda value: is_count(value) and 0 < value < 1 << 16,

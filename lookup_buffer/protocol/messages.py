@@ -50,6 +50,44 @@ class ClaimOutcome(StrEnum):
     """Only for a set: the node refused it, or did not answer."""
 
 
+class Reached(StrEnum):
+    """What became of an attempt to reach a node at the address that it advertises.
+
+    yes            it answered there with its proof, and EXCHANGED_BYTES went each way
+    refused        nothing listens there
+    no_route       its host has no route there
+    no_address     the address cannot be resolved
+    timed_out      no connection in time, or no handshake over it
+    broken         the connection was made, and ended before the handshake
+    stranger       what listens there does not speak the protocol of nodes
+    other          a node is there that refuses: another one, or one with another token or version
+    stuck_there    after the handshake, large frames do not arrive at it
+    stuck_back     large frames arrive at it, and its own do not arrive at the dialler
+
+    And why it was not tried, or not to its end:
+
+    old            a node of an older protocol, which cannot exchange these frames
+    unknown        the other node is not alive, as far as is known there
+    unasked        the node that was to be asked could not be
+    busy           it has too many such requests
+    """
+
+    YES = "yes"
+    REFUSED = "refused"
+    NO_ROUTE = "no_route"
+    NO_ADDRESS = "no_address"
+    TIMED_OUT = "timed_out"
+    BROKEN = "broken"
+    STRANGER = "stranger"
+    OTHER = "other"
+    STUCK_THERE = "stuck_there"
+    STUCK_BACK = "stuck_back"
+    OLD = "old"
+    UNKNOWN = "unknown"
+    UNASKED = "unasked"
+    BUSY = "busy"
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     op: ClassVar[str]
@@ -306,6 +344,46 @@ class Describe(Request):
 
 
 @dataclass(frozen=True, slots=True)
+class Reach(Request):
+    """Have node `dialler` dial node `node` at its advertised address. One of them may be this node.
+    → outcome (a `Reached`), detail (of the outcome, for people).
+
+    If `dialler` is not this node, `node` itself asks it to, upon this node's request: no node
+    dials anything but the address of who asks.
+    """
+
+    op = "reach"
+    dialler: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskDialBack(Request):
+    """From node to node. Ask node `dialler` by a `DialBack`. → outcome, detail, as for `Reach`."""
+
+    op = "ask_dial_back"
+    dialler: str
+
+
+@dataclass(frozen=True, slots=True)
+class DialBack(Request):
+    """From node to node. Dial me, the `boot` of `node`, at the address of its membership record.
+    → outcome, detail, as for `Reach`."""
+
+    op = "dial_back"
+    node: str
+    boot: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange(Request):
+    """From node to node. → nothing, at once; then the same `data`."""
+
+    op = "exchange"
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Stats(Request):
     """→ stats: gauges and counters of the node."""
 
@@ -486,7 +564,7 @@ _KINDS: Final[Mapping[str, type[Request]]] = {
     for kind in (
         Hello, Join, Stage, Contains, Insert, Select, Take, Acknowledge, GiveBack, Leave, Holds,
         Prefetch, Release, Touch, Done, Claim, ReleaseClaim, ClaimAll, Encoding, Unclaim, Describe,
-        Stats, Metrics, Goodbye, OpenPool, Prepare, Offer, Retract,
-        Received,
+        Reach, AskDialBack, DialBack, Exchange, Stats, Metrics, Goodbye, OpenPool, Prepare, Offer,
+        Retract, Received,
     )
 }  # fmt: skip

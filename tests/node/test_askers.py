@@ -21,15 +21,9 @@ from lookup_buffer.errors import (
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node import takes
-from lookup_buffer.node.links import Link
-from lookup_buffer.node.takes import (
-    AGAIN_PART_MIN,
-    AGAIN_SECONDS,
-    AGAIN_SECONDS_MAX,
-    UNREACHED,
-    Owner,
-)
-from lookup_buffer.protocol.auth import Purpose, connect
+from lookup_buffer.node.links import AGAIN_PART_MIN, AGAIN_SECONDS, AGAIN_SECONDS_MAX, Link
+from lookup_buffer.node.takes import UNREACHED, Owner
+from lookup_buffer.protocol.auth import PROTOCOL_VERSION, Purpose, connect
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.messages import (
     Acknowledge,
@@ -264,7 +258,7 @@ def test_a_connection_stays_until_its_last_lease_ends(
     asked = loop.create_task(owner.take(ADDRESS, loop.time() + 1e4))
     loop.run_for(0.1)
     assert len(dialled) == 1
-    dialled[0].set_result(Link(ours, PURPOSE, None))
+    dialled[0].set_result(Link(ours, PURPOSE, None, PROTOCOL_VERSION))
     loop.run_for(0.1)
     loop.ahead_seconds += 2 * OWNER_IDLE_SECONDS
     idle = [owner.is_idle]  # not while a request waits for its answer
@@ -291,7 +285,7 @@ def test_a_lease_for_a_request_that_was_cancelled_is_given_back(
     ours, theirs = socket.socketpair()
     asked = loop.create_task(owner.take(ADDRESS, loop.time() + 5.0))
     loop.run_for(0.1)
-    dialled[0].set_result(Link(ours, PURPOSE, None))
+    dialled[0].set_result(Link(ours, PURPOSE, None, PROTOCOL_VERSION))
     loop.run_for(0.1)
     asked.cancel()
     loop.run_for(0.1)
@@ -314,7 +308,7 @@ def test_a_request_without_an_answer_ends_soon_after_its_deadline(
     ours, theirs = socket.socketpair()
     asked = loop.create_task(owner.take(ADDRESS, loop.time() + 0.3))
     loop.run_for(0.1)
-    dialled[0].set_result(Link(ours, PURPOSE, None))
+    dialled[0].set_result(Link(ours, PURPOSE, None, PROTOCOL_VERSION))
     loop.run_for(0.5)
     assert not asked.done()
     loop.run_for(1.0)

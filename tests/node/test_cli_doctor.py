@@ -50,7 +50,7 @@ def test_all_is_well(start_node: StartNode, start_server: StartServer) -> None:
     assert verdicts(checks, "ok") | {"store latency"} == {
         "store client", "store", "store mode", "store version", "store rights", "store policy",
         "store memory", "store latency", "store clock", "records", "nodes",
-        "fleet", "versions", "ports", "token",
+        "fleet", "versions", "ports", "token", "addresses",
         "directory", "node", "node's settings", "arena", "arena in use",
     }  # fmt: skip
     assert node.node_id in checks["node"]["found"]

@@ -69,12 +69,14 @@ def test_ports(store: BlockingStore, url: str, tmp_path: Path, port: int) -> Non
             a_node(store, "n3", f"tcp://127.0.0.1:{port}", host="elsewhere"),
             a_node(store, "n4", "nonsense"),
         ):
-            check = examine(url, tmp_path)["ports"]
+            checks = examine(url, tmp_path, code=1)
+    check = checks["ports"]
     assert check["verdict"] == "warn"
     assert "n2 at tcp://127.0.0.1:1 (Connection refused)" in check["found"]
     assert f"n3 at tcp://127.0.0.1:{port} (loopback, of another host)" in check["found"]
     assert "n4 at nonsense" in check["found"]
     assert "n1" not in check["found"]
+    assert checks["address"]["verdict"] == "fail"  # these are the only ones that other hosts reach
 
 
 def test_another_program_at_the_port(store: BlockingStore, url: str, tmp_path: Path) -> None:

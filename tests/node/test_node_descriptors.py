@@ -20,6 +20,7 @@ from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.handoffs import Askers
 from lookup_buffer.node.peers import PeerServer
+from lookup_buffer.node.reachability import Reachability
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.protocol.auth import Purpose, connect
 
@@ -29,7 +30,8 @@ async def main():
     askers = Askers(loop, Handoffs(loop, arena, Counters(), 1.0), Counters())
     server = PeerServer(loop, arena, Counters(), None, lambda _: None, askers)
     endpoint = server.listen("tcp://127.0.0.1:0")
-    server.start(Identity("node", "boot", endpoint), Directory("node"))
+    identity, directory = Identity("node", "boot", endpoint), Directory("node")
+    server.start(identity, directory, Reachability(loop, identity, directory, None, Counters()))
     address = parse_tcp(endpoint)
     first = socket.socket()  # for who connects; none is left for who accepts
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -18,6 +18,7 @@ from lookup_buffer.node.handoffs import Askers, Handoffs
 from lookup_buffer.node.links import HANDOFFS, TENSORS, dial
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.peers import PeerServer
+from lookup_buffer.node.reachability import Reachability
 from lookup_buffer.protocol.auth import Purpose, connect
 from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.header import TensorHeader
@@ -45,7 +46,9 @@ class Bench:
         )
         self.endpoint = self.server.listen("tcp://127.0.0.1:0")
         self.location = Location(node, "boot", 1, 1)
-        self.server.start(Identity(node, "boot", self.endpoint), Directory(node))
+        identity, directory = Identity(node, "boot", self.endpoint), Directory(node)
+        self.reachability = Reachability(self.loop, identity, directory, TOKEN, self.counters)
+        self.server.start(identity, directory, self.reachability)
 
     def insert(self, key: str, nbytes: int) -> int:
         """Returns its generation."""

@@ -1,9 +1,9 @@
 """Hosts on a network with delay, limited rate, loss and cuts, for tests of several nodes.
 
 `Network` compiles and runs `tests/network/hub.c`, a switch in user space. Each of its hosts has a
-network namespace of its own, with eth0 and lo. `Network.node` starts a node on a host; its socket
-is in the test's file system, so clients in the test's process use it as if they were on that host.
-Valkey runs on a host of its own, "store".
+network namespace of its own, with eth0 and lo, and a host name. `Network.node` starts a node on a
+host; its socket is in the test's file system, so clients in the test's process use it as if they
+were on that host. Valkey runs on a host of its own, "store".
 """
 
 import shutil
@@ -27,7 +27,8 @@ from store import EmbeddedServer
 SOURCE = ROOT / "tests/network/hub.c"
 STORE = "store"
 STORE_PORT = 6379
-_CLONE_NEWNET = 0x40000000
+_NAMESPACES = {"net": 0x40000000, "uts": 0x04000000}
+"""Those that processes of a host are in, with the flags of setns(2)."""
 _PROTECTED_MODE = ("--protected-mode", "no")
 
 
@@ -50,17 +51,19 @@ class Host:
 
     def command(self, *arguments: str) -> list[str]:
         """A command line that runs on this host."""
-        return ["nsenter", "--target", str(self.pid), "--net", *arguments]
+        namespaces = [f"--{name}" for name in _NAMESPACES]
+        return ["nsenter", "--target", str(self.pid), *namespaces, *arguments]
 
     @property
     def prelude(self) -> str:
         """Python by which a process moves to this host."""
         return (
             "import ctypes, os\n"
-            f"namespace = os.open('/proc/{self.pid}/ns/net', os.O_RDONLY)\n"
             "libc = ctypes.CDLL(None, use_errno=True)\n"
-            f"assert libc.setns(namespace, {_CLONE_NEWNET}) == 0, os.strerror(ctypes.get_errno())\n"
-            "os.close(namespace)\n"
+            f"for name, flag in {_NAMESPACES}.items():\n"
+            f"    file = os.open(f'/proc/{self.pid}/ns/{{name}}', os.O_RDONLY)\n"
+            "    assert libc.setns(file, flag) == 0, os.strerror(ctypes.get_errno())\n"
+            "    os.close(file)\n"
         )
 
 

@@ -228,7 +228,8 @@ def test_an_impostor_without_the_token_is_refused_by_the_client() -> None:
         pretending.result(TIMEOUT)
 
 
-BOTH_VERSIONS = rf"version {PROTOCOL_VERSION + 1}, this one {PROTOCOL_VERSION}"
+OURS = f"this one {OLDEST_VERSION} to {PROTOCOL_VERSION}"
+BOTH_VERSIONS = f"version {PROTOCOL_VERSION + 1}, {OURS}"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_another_version_is_refused_and_both_are_named(
     link.send(said if isinstance(versions, list) else said[:4], timeout=TIMEOUT)
     assert link.recv_header(TIMEOUT) == (["refused", refused], 0)
     theirs = versions[0] if isinstance(versions, list) else versions
-    with pytest.raises(NodeRefused, match=rf"version {theirs}, this one {PROTOCOL_VERSION}"):
+    with pytest.raises(NodeRefused, match=f"version {theirs}, {OURS}"):
         server.outcome.result(TIMEOUT)
 
 

@@ -32,7 +32,8 @@ KINDS: list[type[Request]] = [
     messages.Holds,
     messages.Prefetch, messages.Release, messages.Touch, messages.Done,
     messages.Claim, messages.ReleaseClaim, messages.ClaimAll, messages.Encoding, messages.Unclaim,
-    messages.Describe, messages.Stats, messages.Metrics, messages.Goodbye, OpenPool, Offer,
+    messages.Describe, messages.Reach, messages.AskDialBack, messages.DialBack, messages.Exchange,
+    messages.Stats, messages.Metrics, messages.Goodbye, OpenPool, Offer,
     Retract, Received, Prepare,
 ]  # fmt: skip
 
@@ -73,6 +74,10 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "take": counts,
     "reads": st.dictionaries(texts, st.integers(1, COUNT_MAX), max_size=8),
     "rank": counts,
+    "dialler": texts,
+    "node": texts,
+    "boot": texts,
+    "data": st.binary(max_size=100),
     "parts": st.dictionaries(texts, texts, max_size=4),
     "lane": st.sampled_from(LANES),
     "library": st.from_regex(r"[0-9a-f]{8}", fullmatch=True),

@@ -22,7 +22,7 @@ from lookup_buffer.node.locate import Located, Waiting
 from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.takes import Owners, Taken, Takes
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Wanted
-from lookup_buffer.protocol.auth import Purpose
+from lookup_buffer.protocol.auth import PROTOCOL_VERSION, Purpose
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Take
 from lookup_buffer.times import OWNER_IDLE_SECONDS
@@ -115,8 +115,8 @@ class Link:
         self.near.other, far.other = far, self.near
         ours: Any = self.near
         theirs: Any = far
-        self.askers.admit(links.Link(theirs, PURPOSE, None))
-        return links.Link(ours, PURPOSE, None)
+        self.askers.admit(links.Link(theirs, PURPOSE, None, PROTOCOL_VERSION))
+        return links.Link(ours, PURPOSE, None, PROTOCOL_VERSION)
 
     def cut(self) -> None:
         self.is_cut = True
