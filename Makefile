@@ -11,7 +11,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.environment-is-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour quick test test-all test-hosts test-engines check format bench environment system-packages clean distclean
+TORTURE_MINUTES ?= 10
+TORTURE_TOTALS ?= build/torture/totals.json
+TORTURE_ROUNDS ?=
+
+.PHONY: help demo tour quick test test-all test-hosts test-engines torture check format bench environment system-packages clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +40,11 @@ test-hosts: $(STAMP)  ## the connector under vLLM 0.11 to 0.33, loaded, not run 
 
 test-engines: $(STAMP)  ## real engines of vLLM 0.30 and 0.31, each in its own environment (20 min)
 	scripts/test-engines
+
+torture: $(STAMP)  ## kills, freezes, partitions, hostile frames for TORTURE_MINUTES=10; adds up over runs
+	$(BIN)/python -m pytest tests/soak/test_torture.py::test_torture -s -o faulthandler_timeout=3600 \
+	    --torture-minutes=$(TORTURE_MINUTES) --torture-totals=$(TORTURE_TOTALS) \
+	    --torture-rounds="$(TORTURE_ROUNDS)"
 
 check: $(STAMP)  ## format, lint, types, import contracts (seconds)
 	scripts/run-checks $(BIN)

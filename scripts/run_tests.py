@@ -117,7 +117,7 @@ def marked_alone() -> list[str]:
 
 def parts_by_name() -> dict[str, Stage]:
     """What the marker `part` names, and what needs another way of starting."""
-    marked = {"soaks": 4, "storms": 0, "engines": 0, "network": 2}
+    marked = {"soaks": 4, "storms": 0, "engines": 0, "network": 2, "torture": 0}
     parts = {
         name: Stage(
             f"part {name}", PART_SECONDS, pytest("-m", f"part(name='{name}')", workers=workers)

@@ -81,6 +81,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--pool-batch", type=int, default=8, help="of them to one engine at once")
     group.addoption("--handoffs", type=int, default=400, help="hand-offs under faults")
     group.addoption("--lane-seconds", type=float, default=20.0, help="of faults among pools")
+    group.addoption("--torture-minutes", type=float, default=0.0, help="at least one of each round")
+    group.addoption("--torture-totals", default="", help="the file that runs add up in")
+    group.addoption("--torture-rounds", default="", help="kinds of rounds, with commas between")
     group.addoption("--storm-requests", type=int, default=150, help="requests under faults")
 
 

@@ -39,6 +39,7 @@ DOCUMENTS = (
     "docs/redis-keys.md",
     "docs/scale.md",
     "docs/stores.md",
+    "docs/torture.md",
     "docs/tour.md",
     "docs/vllm.md",
     "docs/why.md",
