@@ -34,7 +34,7 @@ from lookup_buffer.protocol.auth import Purpose, request_handshake
 from lookup_buffer.protocol.fields import CHECKS, KEYS_MAX, LANES, SECONDS_MAX, TEXT_MAX, Fallback
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame, pack
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.messages import Request, SessionRequest, field_names
+from lookup_buffer.protocol.messages import Request, field_names
 from nodes import MIB, ROOT, NodeProcess, at_rest, wait_until
 from observing import address_of, get
 from patience import scaled
@@ -142,12 +142,13 @@ FIELDS: dict[str, Make] = {
     "source": lambda chance: chance.randrange(5),
 }
 """A valid value of each field: those of `lookup_buffer.protocol.fields.CHECKS`."""
-ENDING = {"hello", "join", "stage", "insert", "goodbye", "leave", "holds"}
+ENDING = {"hello", "join", "stage", "insert", "goodbye", "metrics", "leave", "holds"}
+ENDING |= {"ask_dial_back", "dial_back", "exchange"}
 """Requests that end the connection of a client without a staging area, or that only nodes send."""
 CLIENT_KINDS: list[type[Request]] = [
     kind
     for kind in vars(messages).values()
-    if isinstance(kind, type) and issubclass(kind, SessionRequest) and kind is not SessionRequest
+    if isinstance(kind, type) and issubclass(kind, Request) and kind is not Request
     if kind.op not in ENDING
 ]
 CHEAP_KINDS = [messages.Release, messages.Touch, messages.Done, messages.GiveBack, messages.Retract]
