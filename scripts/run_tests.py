@@ -92,7 +92,7 @@ def stages_of(command: str, commit: str, names: Sequence[str] = ()) -> list[Stag
         # a timeout, the detection of a dead node. In one stage, since each of its workers imports
         # all test files: 80 s of processor time.
         Stage("without vLLM", 1020, pytest("-m", USUAL, *apart, workers=8)),
-        Stage("vLLM", 1200, pytest("-m", f"processes and {USUAL}", *IMPORT_VLLM, workers=3)),
+        Stage("vLLM", 1200, pytest("-m", f"processes and {USUAL}", *IMPORT_VLLM, workers=2)),
         Stage("alone", 240, pytest("-m", "alone and not gpu and not part", *marked_alone())),
     ]
     parts = parts_by_name()

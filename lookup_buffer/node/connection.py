@@ -173,7 +173,9 @@ class Connection:
 
     def send_with_descriptors(self, message: Any, descriptors: list[int]) -> None:
         """Send the first frame of a session together with descriptors."""
-        assert not self._output, "descriptors go with the first frame"
+        if self._output:  # descriptors go with the first frame
+            self.end(ProtocolError("hello before earlier answers were read"))
+            return
         frame = encode_frame(message)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         try:

@@ -186,7 +186,8 @@ class DirtySet:
         """How many rewrites are allowed now."""
         now = self._clock()
         self._again_from = max(self._again_from, now - BATCH / self._per_second)
-        return round((now - self._again_from) * self._per_second)
+        # Rounding may have taken more than was earned, at a lower rate than now.
+        return max(0, round((now - self._again_from) * self._per_second))
 
     def _count_held(self) -> int:
         return sum(map(len, self._held.values()))

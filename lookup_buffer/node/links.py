@@ -1,10 +1,8 @@
-"""Connections between nodes, dialled or accepted on the loop.
+"""Connections between nodes, dialled or accepted on the loop, until their handshake is done.
 
 `dial` connects to another node, `greet` is the accepting side. Both return a socket with the MACs
 of its later frames. Called by `transfer` and `peers` (tensors), by `takes` (hand-offs), and by
-`reachability`.
-A `Holder` has the connections for tensors to one node, and how fast it answered. `ThreadPool` has
-the threads that move bytes over them.
+`reachability`. `ThreadPool` has the threads that move bytes over them.
 """
 
 import asyncio
@@ -13,10 +11,9 @@ import math
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, NamedTuple
 
 from lookup_buffer.config import parse_tcp
@@ -27,7 +24,6 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.node.storage import Breaker
 from lookup_buffer.protocol.auth import (
     HELLO_BYTES,
     Accepts,
@@ -41,7 +37,7 @@ from lookup_buffer.protocol.auth import (
 from lookup_buffer.protocol.framing import FrameDecoder, Macs, encode_frame
 from lookup_buffer.protocol.sockets import enable_keepalive, end_when_unanswered, reset, tune
 from lookup_buffer.protocol.stream import FramedSocket
-from lookup_buffer.times import PEER_CONNECT_SECONDS, PEER_PROGRESS_SECONDS, Clock
+from lookup_buffer.times import PEER_CONNECT_SECONDS, PEER_PROGRESS_SECONDS
 from store import Location
 
 TENSORS: Final = "tensors"
@@ -54,18 +50,6 @@ HANDSHAKE_SECONDS: Final = 2.0
 THREADS_IDLE_SECONDS: Final = 60.0
 """Threads without work for so long end: a burst or a fault may have needed many."""
 _READ_BYTES: Final = 4096
-LINKS_MAX: Final = 4
-"""Connections for tensors to one node: over a long way each has the bytes of one window under way,
-of 4 MiB at most on most systems."""
-AHEAD: Final = 2
-"""Batches requested at a time on a connection, so that the holder always has one to send."""
-TIMEOUTS_MAX: Final = LINKS_MAX
-"""After so many in a row a node is asked for nothing for a while. One that refuses, or ends
-connections, costs no time."""
-PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.5, 2.0
-"""Bounds on that time."""
-MEASURED_BYTES_MIN: Final = 1 << 20
-"""Fewer bytes do not tell a rate."""
 AGAIN_SECONDS: Final = 0.05
 AGAIN_SECONDS_MAX: Final = 0.4
 AGAIN_PART_MIN: Final = 0.25
@@ -136,81 +120,6 @@ class Link(NamedTuple):
         framed = FramedSocket(self.stream)
         framed.macs = self.macs
         return framed
-
-
-@dataclass(slots=True, eq=False)
-class Channel:
-    """A connection for tensors, or the place of one. Requests on it are answered in their order;
-    whoever has sent one waits for its turn to receive."""
-
-    link: FramedSocket | None = None
-    sending: asyncio.Lock = field(default_factory=asyncio.Lock)
-    receiving: asyncio.Lock = field(default_factory=asyncio.Lock)
-    users: int = 0
-    nbytes: int = 0
-    """Of what its users receive."""
-    used_at: float = 0.0
-
-    def usable(self) -> FramedSocket | None:
-        """Its connection, unless that has ended. On one without other users unrequested input means
-        that the peer closed it, or that another boot listens there."""
-        link = self.link
-        if link is None or not (link.closed or (self.users == 1 and link.wait_readable(0.0))):
-            return link
-        link.abort()
-        return None
-
-
-class Holder:
-    """Another node, the connections for tensors to it, and its speed."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.breaker = Breaker(
-            clock, TIMEOUTS_MAX, PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX, jitter=0.5
-        )
-        """Of its timeouts."""
-        self.places = asyncio.Semaphore(LINKS_MAX * AHEAD)
-        """A wait for one ends: each transfer ahead ends when it makes no progress."""
-        self.users = 0
-        """Batches that it is asked for, or that wait for a place."""
-        self.nbytes = 0
-        """Of what it is asked for, or will be."""
-        self.used_at = clock()
-        self._channels = [Channel() for _ in range(LINKS_MAX)]
-        self._answer_seconds = self._seconds_a_byte = 0.0
-        """Until they are measured it seems the fastest, so each is tried."""
-
-    @contextmanager
-    def channel(self, nbytes: int) -> Iterator[Channel]:
-        """The connection with the least to receive, for so many bytes more."""
-        channel = min(self._channels, key=lambda one: (one.nbytes, one.users, one.link is None))
-        channel.users += 1
-        channel.nbytes += nbytes
-        try:
-            yield channel
-        finally:
-            channel.users -= 1
-            channel.nbytes -= nbytes
-
-    def close_idle(self, unused_since: float) -> None:
-        for channel in self._channels:
-            if channel.link and not channel.users and channel.used_at < unused_since:
-                channel.link.close()
-                channel.link = None
-
-    def seconds(self, nbytes: int) -> float:
-        """How long it takes to deliver so many bytes after what it is asked for."""
-        return self._answer_seconds + (self.nbytes + nbytes) * self._seconds_a_byte
-
-    def measured(self, answer_seconds: float, nbytes: float, seconds: float) -> None:
-        """It answered after `answer_seconds`, and sent these bytes in `seconds`."""
-        self._answer_seconds = _mean(self._answer_seconds, answer_seconds)
-        if nbytes >= MEASURED_BYTES_MIN:
-            self._seconds_a_byte = _mean(self._seconds_a_byte, seconds / nbytes)
-
-
-def _mean(before: float, now: float) -> float:
-    return (before + now) / 2 if before else now
 
 
 async def dial(

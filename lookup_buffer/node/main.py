@@ -256,8 +256,7 @@ class Node:
             self._loop.add_signal_handler(number, self._loop.stop)
         if self._http is not None:
             http = self._http.run(self.identity.node, socket_path, self._config)
-            self._tasks.own(self._loop.create_task(http))
-            self._loop.run_until_complete(asyncio.sleep(0))  # a node that is ready has its process
+            self._tasks.own(self._loop.create_task(http))  # its first step is before `on_ready`
         self._server.listen(socket_path)  # may fail, so before any thread is started
         self._start()
         self._arena.memory.populate_in_background(skip_bytes=first)
@@ -272,6 +271,7 @@ class Node:
             while not closing.done():
                 with suppress(RuntimeError):  # a `stop` that comes late does not end it
                     self._loop.run_until_complete(closing)
+            closing.result()
             self._loop.close()
             self._arena.close()
             self._remote_index.close()
@@ -288,12 +288,13 @@ class Node:
 
     async def _tick(self) -> None:
         """Check for dead nodes, for what is idle here, and for a node that is idle as a whole."""
+        parts = (self._directory, self._locator, self._owners, self._fetcher, self._peers)
         while True:
-            self._directory.tick()
-            self._locator.tick()
-            self._owners.tick()
-            self._fetcher.tick()
-            self._peers.tick()
+            for part in parts:
+                try:
+                    part.tick()
+                except Exception:  # noqa: BLE001 -- the others need theirs
+                    _log.exception("a check failed; this is a bug, please report it")
             if self._ends_when_idle and (
                 self._server.idle_seconds() > self._config.idle_exit_seconds
             ):

@@ -51,7 +51,7 @@ HALF_OPEN_PER_HOST_MAX: Final = 128
 """Bounds on connections whose handshake is not done; beyond them the oldest is dropped."""
 ACCEPTED_AT_ONCE: Final = 32
 LINKS_MIN: Final = 1024
-LINKS_PER_NODE: Final = 8
+LINKS_PER_NODE: Final = 10
 """Bound on connections after their handshake: LINKS_MIN, or so many for each live node."""
 SENDERS_MAX: Final = 128
 """Threads that send; each has one reader at a time, so slow readers delay only themselves."""

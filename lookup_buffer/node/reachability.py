@@ -49,7 +49,7 @@ SINCE_VERSION: Final = 5
 """Of the protocol between nodes."""
 LINKS_MAX: Final = 32
 """Bound on connections of other nodes for this purpose; they take no places of others."""
-QUEUED_MAX: Final = 32
+QUEUED_MAX: Final = 16
 """Bound on the nodes that wait until they are dialled back."""
 QUEUE_SECONDS: Final = 8.0
 PAUSE_SECONDS: Final = 0.05
@@ -104,7 +104,7 @@ class Reachability:
         self._queued = 0
         self._links: dict[Connection, asyncio.TimerHandle] = {}
         self._asked: set[Connection] = set()
-        """Those with a request that is not answered yet."""
+        """Those that may request nothing now."""
 
     def close(self) -> None:
         for connection in list(self._links):
@@ -226,6 +226,7 @@ class Reachability:
             raise ProtocolError("a request before the answer to the last one")
         match parse(message):
             case Exchange() as request:
+                self._asked.add(connection)  # one a connection: it is large
                 connection.send({"id": request.id})
                 connection.send({"id": request.id, "data": request.data})
             case (DialBack() | AskDialBack()) as request:
@@ -300,6 +301,8 @@ async def _exchange(caller: _Caller) -> Result:
             await caller.reply()
     except TimeoutError:
         return Result(Reached.STUCK_THERE)
+    except PipeClosed:
+        return Result(Reached.BUSY, "it has too many such connections")
     except (LookupBufferError, OSError) as error:
         return Result(Reached.BROKEN, _text_of(error))
     try:

@@ -20,6 +20,7 @@ other nodes are removed, too, since those nodes may read the list later.
 
 import asyncio
 import logging
+import math
 import random
 import socket
 import time
@@ -64,6 +65,8 @@ must not keep the fleet rewriting."""
 BREAKER_SECONDS = 0.05
 """How often it is checked whether calls may be made again."""
 CLOSE_SECONDS = 5.0
+DESCRIBE_SECONDS = 0.5
+"""Bound on what descriptions of namespaces add to one beat."""
 EXPIRED_MAX = 8
 """Dead nodes that are removed with one beat: every node does it, so a few are enough."""
 LATE_SECONDS = 10.0
@@ -324,8 +327,12 @@ class Registrar:
         """A beat if it is due; then one batch of changes."""
         began = self.loop.time()
         if began >= self._beat_at:
-            await self._beat(store, began)
-            self._beat_at = began + self.heartbeat.pause_seconds()
+            due, self._beat_at = self._beat_at, math.inf
+            try:
+                await self._beat(store, began)
+                due = began + self.heartbeat.pause_seconds()
+            finally:
+                self._beat_at = min(self._beat_at, due)  # sooner if a namespace came meanwhile
             self.dirty.retry()
         if self.heartbeat.established and (missed := await self.write(store)):
             servers = ", ".join(sorted(missed))
@@ -523,13 +530,16 @@ class Registrar:
         )
 
     async def _describe_namespaces(self, store: MetadataStore) -> None:
+        until = self.loop.time() + DESCRIBE_SECONDS
         for fingerprint in list(self._undescribed):
+            if self.loop.time() >= until:
+                return  # the others with the next beat, which must not be late
             del self._undescribed[fingerprint]  # `describe` may add it again meanwhile
             try:
                 await store.describe_namespace(fingerprint, self._namespaces[fingerprint])
             except StoreCorrupt as error:  # another program's data; it is not overwritten
                 self._failures.log(f"namespace {fingerprint} cannot be described", error)
-            except StoreError:
+            except Exception:
                 self._undescribed[fingerprint] = None  # the last one: those of other servers first
                 raise
 

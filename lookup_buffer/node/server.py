@@ -379,17 +379,19 @@ class Server:
         number = int.from_bytes(os.urandom(7), "big")
         session = self._of[connection] = self._sessions[number] = Session(number, connection, seat)
         self.counters.add("sessions_opened")
+        return session
+
+    def _welcome(self, connection: Connection, session: Session, request: Hello) -> None:
         memory = self.arena.memory
         fields = {
             "id": request.id,
-            "session": number,
+            "session": session.id,
             "node": self.identity.node,
             "boot": self.identity.boot,
             "arena_bytes": memory.nbytes,
         }
         descriptors = [memory.fd, self.arena.local_index.fd, self.remote_index.fd]
         connection.send_with_descriptors(fields, descriptors)
-        return session
 
     async def _serve(self, connection: Connection, request: Hello) -> None:
         """One session, from its start until its pins are released. If its main connection breaks
@@ -402,6 +404,7 @@ class Server:
         session = self._open(connection, request)
         try:
             try:
+                self._welcome(connection, session, request)
                 says_goodbye = await session.run()
             finally:
                 del self._sessions[session.id]

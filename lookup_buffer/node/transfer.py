@@ -1,14 +1,13 @@
 """Transfers: copies a tensor from another node into the arena.
 
 A batch of what one node has is requested together, on a connection that the loop has dialled and
-keeps, and before the answers to the one ahead of it have come (`links.Channel`). The loop reads
-headers and reserves memory; a thread (`lb-fetch`) receives bytes that are many or not here yet. The
-number of transfers is bounded, also for each node, so one that is not reached or slow delays only
-what it is asked for. A connection is closed at its first error. The header is compared with the
-request, and the checksum is computed on arrival; the item becomes visible only if both match. If
-one holder fails, the next is tried. Failures are counted, and those that a record does not explain
-are noted: `registrar` writes them to the store with its next beat, for `lookup-buffer why`. Called
-by `read` and `takes`.
+keeps. The loop reads headers and reserves memory; a thread (`lb-fetch`) receives bytes that are
+many or not here yet. The number of transfers is bounded, also for each node, so one that is not
+reached or slow delays only what it is asked for. A connection is closed at its first error. The
+header is compared with the request, and the checksum is computed on arrival; the item becomes
+visible only if both match. If one holder fails, the next is tried. Failures are counted, and those
+that a record does not explain are noted: `registrar` writes them to the store with its next beat,
+for `lookup-buffer why`. Called by `read` and `takes`.
 """
 
 import asyncio
@@ -37,8 +36,9 @@ from lookup_buffer.errors import (
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena, Item, Pin
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.links import TENSORS, Channel, Holder, ThreadPool, dial
+from lookup_buffer.node.links import TENSORS, ThreadPool, dial
 from lookup_buffer.node.locate import Located
+from lookup_buffer.node.storage import Breaker
 from lookup_buffer.protocol.framing import Frame
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
@@ -47,6 +47,8 @@ from store import Location
 
 THREADS = 128
 """Each receives from one holder at a time, so slow ones delay only what they are asked for."""
+LINKS_MAX = 4
+"""Connections to one node: so many of its batches are transferred at a time."""
 LINK_IDLE_SECONDS = 60.0
 """A connection that was not used for so long is closed."""
 assert LINK_IDLE_SECONDS < PEER_IDLE_SECONDS, "the requesting side closes first"
@@ -65,6 +67,11 @@ _TOLD = (MissReason.CHECKSUM, MissReason.PEER_FAILED)
 """Failures that are written to the store; the record explains the others."""
 FETCH_OWNER = -1
 """Owner of the pin on a fetched item, until its readers have pinned it."""
+TIMEOUTS_MAX = LINKS_MAX
+"""After so many in a row, as many as a node is asked for at a time, it is asked for nothing for a
+while. One that refuses, or ends connections, costs no time."""
+PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.5, 2.0
+"""Bounds on that time."""
 _log = logging.getLogger(__name__)
 
 Source = tuple[Location, str]
@@ -106,6 +113,36 @@ class Wanted:
 
 
 @dataclass(slots=True, eq=False)
+class Holder:
+    """Another node, and the connections to it that are not in use."""
+
+    breaker: Breaker
+    """Of its timeouts."""
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LINKS_MAX))
+    links: list[tuple[FramedSocket, float]] = field(default_factory=list)
+    """With the time of their last use."""
+    users: int = 0
+    """Batches that it is asked for, or that wait for a place."""
+    used_at: float = 0.0
+
+    def idle_link(self) -> FramedSocket | None:
+        """A kept connection that is still usable. Unrequested input means that the peer closed
+        it, or that another boot listens there."""
+        while self.links:
+            link, _ = self.links.pop()
+            if not link.closed and not link.wait_readable(0.0):
+                return link
+            link.abort()
+        return None
+
+    def close_links(self, unused_since: float) -> None:
+        for link, used_at in self.links:
+            if used_at < unused_since:
+                link.close()
+        self.links = [one for one in self.links if one[1] >= unused_since]
+
+
+@dataclass(slots=True, eq=False)
 class Batch:
     """What is requested together of one holder."""
 
@@ -113,12 +150,6 @@ class Batch:
     arrived: list[Wanted] = field(default_factory=list)
     """What has come, or will not come from there, and was not settled yet."""
     has_begun: bool = False
-    has_dialled: bool = False
-    """It was the first on its connection."""
-    nbytes: int = 0
-
-    def __post_init__(self) -> None:
-        self.nbytes = sum(one.nbytes for one in self.left)
 
     def arrive(self, fetched: Fetched) -> Wanted:
         """The result for the first one that is left."""
@@ -163,7 +194,7 @@ class Fetcher:
         self._threads.tick()
         since = self.loop.time() - LINK_IDLE_SECONDS
         for name, holder in list(self._holders.items()):
-            holder.close_idle(since)
+            holder.close_links(since)
             if not holder.users and holder.used_at < since:
                 del self._holders[name]
 
@@ -171,7 +202,7 @@ class Fetcher:
         for fetch in self._fetches:
             fetch.cancel()
         for holder in self._holders.values():
-            holder.close_idle(math.inf)
+            holder.close_links(math.inf)
         self._threads.close()
 
     def _holder_of(self, one: Wanted, source: Source) -> Holder:
@@ -179,23 +210,24 @@ class Fetcher:
         name = (location.node, endpoint, one.loan)
         holder = self._holders.get(name)
         if holder is None:
-            holder = self._holders[name] = Holder(self.loop.time)
+            breaker = Breaker(
+                self.loop.time, TIMEOUTS_MAX, PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX, jitter=0.5
+            )
+            holder = self._holders[name] = Holder(breaker)
+        holder.used_at = self.loop.time()
         return holder
 
     def _choose(self, one: Wanted) -> Holder:
-        """Of the holders that were not tried, the one that delivers it first, as measured; last,
-        those that fail. Similar ones by chance: readers do not all ask the same."""
+        """Of the holders that were not tried, the one that is asked for least; last, those that
+        fail. Equal ones by chance: readers do not all ask the same."""
 
-        def cost(source: Source) -> tuple[bool, float, int, float]:
+        def load(source: Source) -> tuple[bool, int, float]:
             holder = self._holder_of(one, source)
-            seconds = holder.seconds(one.nbytes) * random.uniform(1.0, 2.0)
-            return not holder.breaker.allows(), seconds, holder.nbytes, random.random()
+            return not holder.breaker.allows(), holder.users, random.random()
 
         untried = one.untried
-        one.tried.append(untried[0] if len(untried) == 1 else min(untried, key=cost))
-        holder = self._holder_of(one, one.source)
-        holder.nbytes += one.nbytes
-        return holder
+        one.tried.append(untried[0] if len(untried) == 1 else min(untried, key=load))
+        return self._holder_of(one, one.source)
 
     def _start(self, wanted: Sequence[Wanted]) -> None:
         task = self.loop.create_task(self._fetch(Batch(deque(wanted))))
@@ -234,60 +266,40 @@ class Fetcher:
             self._start(batch.left)
 
     async def _fetch_from(self, holder: Holder, batch: Batch) -> None:
-        """Over the connection with the least to receive. It may have ended, also silently and
-        others with it, or end by what was requested ahead; then over another one."""
-        while True:
-            with holder.channel(batch.nbytes) as channel:
-                try:
-                    return await self._exchange(channel, holder, batch)
-                except PipeError:
-                    if batch.has_begun or batch.has_dialled:
-                        raise
-            holder.close_idle(math.inf)
+        if (link := holder.idle_link()) is not None:
+            try:
+                await self._receive_over(link, holder, batch)
+                return
+            except PipeError:  # a kept connection may have ended, also silently, and others with it
+                if batch.has_begun:
+                    raise
+                holder.close_links(math.inf)
+        location, endpoint = batch.left[0].source
+        dialled = await dial(self.loop, location, endpoint, TENSORS, self.token)
+        await self._receive_over(dialled.framed(), holder, batch)
 
-    async def _exchange(self, channel: Channel, holder: Holder, batch: Batch) -> None:
-        """Request the batch, and receive it after what was requested before.
+    async def _receive_over(self, link: FramedSocket, holder: Holder, batch: Batch) -> None:
+        """Request the batch and receive it. What comes early is settled before the rest comes.
 
         Raises:
             LookupBufferError: the first one that is left did not come; the connection is unusable.
         """
-        link: FramedSocket | None = None
+        started = self.loop.time()
         try:
-            async with channel.sending:
-                if (link := channel.usable()) is None:
-                    batch.has_dialled = True
-                    location, endpoint = batch.left[0].source
-                    dialled = await dial(self.loop, location, endpoint, TENSORS, self.token)
-                    link = channel.link = dialled.framed()
-                await self._request(link, batch.left)
-            started = self.loop.time()
-            async with channel.receiving:
-                await self._receive_all(link, holder, batch, started)
+            await self._request(link, batch.left)
+            while batch.left:
+                one = batch.arrive(await self._receive(link, batch.left[0]))
+                holder.breaker.succeeded()
+                if one.fetched.held is not None:
+                    self.counters.fetch_seconds.observe(self.loop.time() - started)
+                early = len(batch.arrived) == TOLD_TOGETHER or one.nbytes > TOLD_TOGETHER_BYTES
+                if batch.left and early:
+                    self._settle(batch.take_arrived())
+                    await asyncio.sleep(0)
         except BaseException:
-            if link is not None:
-                link.abort()
+            link.abort()
             raise
-        channel.used_at = self.loop.time()
-
-    async def _receive_all(
-        self, link: FramedSocket, holder: Holder, batch: Batch, started: float
-    ) -> None:
-        """Receive the batch. What comes early is settled before the rest comes."""
-        turn = self.loop.time()
-        answered = nbytes = 0.0
-        while batch.left:
-            answer = await self._header(link)
-            answered = answered or self.loop.time()
-            one = batch.arrive(await self._receive(link, batch.left[0], answer))
-            holder.breaker.succeeded()
-            if one.fetched.held is not None:
-                nbytes += one.fetched.held.item.nbytes
-                self.counters.fetch_seconds.observe(self.loop.time() - started)
-            early = len(batch.arrived) == TOLD_TOGETHER or one.nbytes > TOLD_TOGETHER_BYTES
-            if batch.left and early:
-                self._settle(batch.take_arrived())
-                await asyncio.sleep(0)
-        holder.measured(answered - turn, nbytes, self.loop.time() - answered)
+        holder.links.append((link, self.loop.time()))
 
     async def _request(self, link: FramedSocket, wanted: Iterable[Wanted]) -> None:
         items = [[*one.address, one.source[0].boot, one.source[0].generation] for one in wanted]
@@ -298,11 +310,10 @@ class Fetcher:
                 link, partial(link.send, request, timeout=PEER_ANSWER_SECONDS, already_sent=sent)
             )
 
-    async def _receive(self, link: FramedSocket, one: Wanted, frame: Frame) -> Fetched:
-        """What follows this header on the link: the bytes, verified and in the arena; or nothing,
-        if it says `stale`."""
+    async def _receive(self, link: FramedSocket, one: Wanted) -> Fetched:
+        """The next answer on the link: the bytes, verified and in the arena, or `stale`."""
         location = one.source[0]
-        answer, nbytes = frame
+        answer, nbytes = await self._header(link)
         if isinstance(answer, dict) and answer.get("status") == "stale":
             return Fetched(None, MissReason.STALE)
         header = self._checked(answer, nbytes, one.address, location)
@@ -374,7 +385,6 @@ class Fetcher:
         """Give these to those who wait, except what the next holder may deliver."""
         for one in arrived:
             held, reason = one.fetched.held, one.fetched.reason
-            self._holder_of(one, one.source).nbytes -= one.nbytes
             if held is None:
                 self.counters.add(f"fetches_failed_{reason}")
             if reason in _TOLD:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lookup_buffer import TensorKey
-from lookup_buffer.node.links import AHEAD, LINKS_MAX
+from lookup_buffer.node.transfer import LINKS_MAX
 from lookup_buffer.times import PEER_PROGRESS_SECONDS
 from network import MakeNetwork, equal
 from nodes import MIB, key, wait_until
@@ -93,7 +93,7 @@ def test_a_hand_off_does_not_wait_for_slow_tensors(make_network: MakeNetwork) ->
     network = make_network("a", "b")
     a, b = (network.node(name, capacity_bytes=256 * MIB) for name in "ab")
     with a.client() as here, b.client() as there, ThreadPoolExecutor(1) as pool:
-        items = network.put(here, 2 * LINKS_MAX * AHEAD, 4 * MIB)
+        items = network.put(here, 4 * LINKS_MAX, 4 * MIB)
         keys = [one for one, _ in items]
         network.wait_for(there, keys)
         network.set("a", "b", rate=40)

@@ -181,7 +181,7 @@ def test_the_store_is_frozen_and_resumed(pair: Pair) -> None:
     pair.share()
 
 
-@pytest.mark.parametrize("pause_ms", [300, 1000])
+@pytest.mark.parametrize("pause_ms", [700, 1500])
 def test_a_late_answer_costs_nothing_that_was_known(pair: Pair, pause_ms: int) -> None:
     known = [key() for _ in range(300)]
     names = {layout.record(NAMESPACE, name.text) for name in known[1:]}

@@ -31,7 +31,15 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.protocol import messages
 from lookup_buffer.protocol.auth import Purpose, request_handshake
-from lookup_buffer.protocol.fields import CHECKS, KEYS_MAX, LANES, SECONDS_MAX, TEXT_MAX, Fallback
+from lookup_buffer.protocol.fields import (
+    CHECKS,
+    EXCHANGED_BYTES,
+    KEYS_MAX,
+    LANES,
+    SECONDS_MAX,
+    TEXT_MAX,
+    Fallback,
+)
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame, pack
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Request, field_names
@@ -113,7 +121,7 @@ FIELDS: dict[str, Make] = {
     "namespace": lambda chance: chance.choice(NAMESPACES),
     "key": _text,
     "keys": _many(_text),
-    "budget_seconds": _seconds,
+    "budget_seconds": lambda chance: chance.choice((None, _seconds(chance))),
     "headers": _many(_header),
     "offsets": _many(_count),
     "ttl_seconds": lambda chance: chance.choice((None, 0, 0.5, SECONDS_MAX)),
@@ -140,6 +148,10 @@ FIELDS: dict[str, Make] = {
     "ticket": _count,
     "reason": lambda chance: chance.choice(["", *Fallback]),
     "source": lambda chance: chance.randrange(5),
+    "dialler": _text,
+    "node": _text,
+    "boot": _text,
+    "data": lambda chance: chance.randbytes(chance.choice((0, 1, EXCHANGED_BYTES))),
 }
 """A valid value of each field: those of `lookup_buffer.protocol.fields.CHECKS`."""
 ENDING = {"hello", "join", "stage", "insert", "goodbye", "metrics", "leave", "holds"}
