@@ -201,7 +201,11 @@ DRAWINGS = {
 
 def main() -> None:
     for name, draw in DRAWINGS.items():
-        result = json.loads((RESULTS / f"{name}.json").read_text())
+        path = RESULTS / f"{name}.json"
+        if not path.exists():
+            print(f"not measured: {path.name}")
+            continue
+        result = json.loads(path.read_text())
         for drawing, svg in draw(result):
             (RESULTS / f"{drawing}.svg").write_text(svg)
             print(f"{drawing}.svg")
