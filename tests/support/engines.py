@@ -316,9 +316,12 @@ def connector(node: NodeProcess, **extra: Any) -> dict[str, Any]:
 class EnginePair:
     """An engine on each of two hosts, under test; every answer is held against the reference."""
 
-    def __init__(self, a: Engine, b: Engine, album: Album, reference: Reference) -> None:
+    def __init__(
+        self, a: Engine, b: Engine, hosts: TwoHosts, album: Album, reference: Reference
+    ) -> None:
         self.a = a
         self.b = b
+        self._hosts = hosts
         self._album = album
         self._reference = reference
         self._fresh = itertools.cycle(reference.telling)
@@ -343,6 +346,18 @@ class EnginePair:
         assert answer.tokens == self.tokens(question)
         assert seconds < within_seconds, f"{seconds:.2f} s, {answer}"
         return answer
+
+    def nodes_text(self) -> str:
+        """For a failure's message: what the nodes count and log."""
+        lines = []
+        for node in self._hosts.nodes:
+            counts = {
+                name: count
+                for name, count in node.stats().items()
+                if count and name.startswith(("misses_", "fetch", "store_"))
+            }
+            lines.append(f"{node.node_id}: {counts}\n{node.log_text()}")
+        return "\n".join(lines)
 
 
 @pytest.fixture(scope="module")
@@ -379,7 +394,7 @@ def engine_pair(
     with Engine(settings[0]) as a, Engine(settings[1]) as b:
         for engine in (a, b):
             engine.wait_ready(timeout_seconds=START_SECONDS)
-        yield EnginePair(a, b, album, reference)
+        yield EnginePair(a, b, places, album, reference)
     for engine in (a, b):
         assert "Traceback" not in engine.settings.log_path.read_text(), engine.log_tail()
 
