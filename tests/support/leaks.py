@@ -11,13 +11,14 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "LOOKUP_BUFFER_TEST_RUN"
 POLL_SECONDS = 0.02
+SETTLED_SECONDS = 1.0
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 # Helpers of the standard library that one process keeps for its whole life.
 LASTING_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
@@ -33,6 +34,11 @@ class Process:
     @property
     def identity(self) -> tuple[int, int]:
         return self.pid, self.started
+
+    def has_settled(self) -> bool:
+        """Whether it runs what it was started for: a fork has no mark before it executes that."""
+        age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - self.started / TICKS_PER_SECOND
+        return age_seconds > SETTLED_SECONDS
 
     def command(self) -> str:
         """What it runs now, or just its name, once it has ended."""
@@ -61,13 +67,14 @@ class Baseline:
 class LeakGuard:
     """One per test run. Used from the main thread only.
 
-    It looks before and after each test, so it reads no more than it has to: of what ran before it,
-    and so is not ours, nothing but the one line that tells it from a newer process of that number.
+    It looks before and after each test, so it reads each process that is not ours once only. A pid
+    is not given to another process before all other pids have been.
     """
 
     def __init__(self, mark: str) -> None:
         self._needle = f"{MARK}={mark}".encode()
-        self._strangers = frozenset(process.identity for process in _all_processes())
+        self._strangers: set[int] = set()
+        self._ours: dict[int, Process] = {}
         self.at_start = self.baseline()
 
     @classmethod
@@ -113,16 +120,34 @@ class LeakGuard:
 
     def processes(self) -> list[Process]:
         """All living processes that are ours, except this one."""
-        table = {process.pid: process for process in _all_processes()}
-        mine = os.getpid()
+        found = self._look()
         return [
             process
-            for process in table.values()
-            if process.pid != mine
-            and process.identity not in self._strangers
-            and (_descends(process, mine, table) or self._is_marked(process.pid))
-            and not (process.lasts() and _helps_a_living_process(process, table))
+            for process in self._ours.values()
+            if not (process.lasts() and _helps_a_living_process(process, found))
         ]
+
+    def _look(self) -> dict[int, Process]:
+        """Update what is ours. Returns these processes, this one, and the new ones."""
+        present = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        self._strangers &= present
+        read = map(_process, present - self._strangers)
+        found = {process.pid: process for process in read if process is not None}
+        self._ours = {pid: one for pid, one in found.items() if self._is_ours(one, found)}
+        self._strangers |= {
+            pid
+            for pid, process in found.items()
+            if pid not in self._ours and pid != os.getpid() and process.has_settled()
+        }
+        return found
+
+    def _is_ours(self, process: Process, found: dict[int, Process]) -> bool:
+        if process.pid == os.getpid():
+            return False
+        known = self._ours.get(process.pid)
+        if known is not None and known.identity == process.identity:
+            return True
+        return _descends(process, os.getpid(), found) or self._is_marked(process.pid)
 
     def _is_marked(self, pid: int) -> bool:
         try:
@@ -132,25 +157,23 @@ class LeakGuard:
         return any(variable.startswith(self._needle) for variable in variables)
 
 
-def _all_processes() -> Iterator[Process]:
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                stat = file.read()
-        except OSError:
-            continue  # ended while we looked
-        # The command's name, in parentheses, may itself contain spaces and parentheses.
-        start, end = stat.index(b"("), stat.rindex(b")")
-        state, parent, *fields = stat[end + 1 :].split()
-        yield Process(
-            pid=int(name),
-            started=int(fields[17]),
-            parent=int(parent),
-            state=state.decode(),
-            name=stat[start + 1 : end].decode(errors="replace"),
-        )
+def _process(pid: int) -> Process | None:
+    """None if it ended while we looked."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except OSError:
+        return None
+    # The command's name, in parentheses, may itself contain spaces and parentheses.
+    start, end = stat.index(b"("), stat.rindex(b")")
+    state, parent, *fields = stat[end + 1 :].split()
+    return Process(
+        pid=pid,
+        started=int(fields[17]),
+        parent=int(parent),
+        state=state.decode(),
+        name=stat[start + 1 : end].decode(errors="replace"),
+    )
 
 
 def _descends(process: Process, ancestor: int, table: dict[int, Process]) -> bool:
