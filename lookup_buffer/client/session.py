@@ -214,13 +214,13 @@ class ClientSession:
             self._closing.set()  # nothing else: the parent process owns the connections
             return
         self._on_tick()
-        self._closing.set()
-        current = self._open_session
-        if current is not None:
-            # Not `post`, which is closed by now. On an error, the node and the session have ended.
-            with suppress(LookupBufferError), self._send_lock:
-                current.main_connection.send_now(Goodbye(next_request_id()))
-            current.main_connection.close()
+        with self._send_lock:  # the listening thread, which then ends, closes nothing before
+            self._closing.set()
+            current = self._open_session
+            if current is not None:
+                with suppress(LookupBufferError):  # the node and the session have ended
+                    current.main_connection.send_now(Goodbye(next_request_id()))
+                current.main_connection.close()
         if self._listener.is_alive() and self._listener is not threading.current_thread():
             self._listener.join(timeout=2.0)
         self._end(current)
@@ -285,7 +285,9 @@ class ClientSession:
                 self._closing.wait(retry_seconds)
                 retry_seconds = min(2 * retry_seconds, RETRY_SECONDS_MAX)
             self._memories.retire_lost()
-        self._end(self._open_session)  # it may have been opened during `close`
+        with self._send_lock:  # `close` has said Goodbye
+            opened_meanwhile = self._open_session
+        self._end(opened_meanwhile)
 
     def _dispatch_events(self, current: _OpenSession) -> None:
         """Pass the node's events on until the session ends."""

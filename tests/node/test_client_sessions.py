@@ -63,6 +63,26 @@ def test_close_is_idempotent_and_final(node_pair: Pair) -> None:
     at_rest(node_pair[0])
 
 
+def test_close_gives_pins_back_also_where_its_thread_is_held_up(
+    node_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the node keeps them until this process ends, since it might still read."""
+
+    class HeldUp(threading.Event):
+        def set(self) -> None:
+            super().set()
+            time.sleep(0.5)  # the listening thread ends meanwhile
+
+    client = node_pair[0].client()
+    where = key()
+    client.insert(where, torch.ones(2))
+    (handle,) = client.prefetch([where], timeout=2.0)
+    assert handle.state is PrefetchState.RESIDENT
+    monkeypatch.setattr(client._session, "_closing", HeldUp())
+    client.close()
+    at_rest(node_pair[0])
+
+
 def test_close_ends_waits(node_pair: Pair) -> None:
     client = node_pair[0].client()
     errors = list[Exception]()
