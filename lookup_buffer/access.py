@@ -54,8 +54,6 @@ def _default_directory() -> Path:
 
 EMBEDDED: Final = "embedded"
 TIMEOUT_SECONDS: Final = 0.5
-CONNECT_SECONDS_MIN: Final = 1.5
-"""Connecting takes up to seven round trips: TCP, TLS (two), login, database, name, tracking."""
 TIMEOUT_SECONDS_MAX: Final = 30.0
 PASSWORDS: Final = (
     ("store_password", "store_password_file", "store_credential_provider"),
@@ -186,7 +184,6 @@ class StoreAccess:
         return open_async_store(
             url,
             call_timeout_seconds=seconds,
-            connect_timeout_seconds=max(seconds, CONNECT_SECONDS_MIN),
             password=self.password,
             sentinel_password=self.sentinel_password,
             password_file=self.password_file,

@@ -6,7 +6,7 @@ is the contract.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from store.answers import (
     GONE_SECONDS,
@@ -100,11 +100,15 @@ __all__ = [
 ]
 
 
+CONNECT_SECONDS_MIN: Final = 1.5
+"""Connecting takes up to seven round trips: TCP, TLS (two), login, database, name, tracking."""
+
+
 def open_async_store(
     url: str,
     *,
-    call_timeout_seconds: float = 0.25,
-    connect_timeout_seconds: float = 0.25,
+    call_timeout_seconds: float = 0.5,
+    connect_timeout_seconds: float | None = None,
     password: str | None = None,
     sentinel_password: str | None = None,
     password_file: Path | None = None,
@@ -115,7 +119,8 @@ def open_async_store(
     """Open the store at `url`. Connects on first use, so a server that is down is no error here.
 
     `password` and `sentinel_password` replace those in the URL. `call_timeout_seconds` bounds each
-    operation, `connect_timeout_seconds` its connecting. `name` is part of the names of connections.
+    operation, `connect_timeout_seconds` its connecting; None: as long as a call, at least
+    `CONNECT_SECONDS_MIN`. `name` is part of the names of connections.
     A scheme that is not one of Redis' is looked for among installed packages: see `docs/stores.md`.
 
     A password that may change is read anew for each connection: from `password_file`, which
@@ -125,6 +130,8 @@ def open_async_store(
     Raises:
         StoreUrlError: the URL or the package cannot be used, or a user has no password.
     """
+    if connect_timeout_seconds is None:
+        connect_timeout_seconds = max(call_timeout_seconds, CONNECT_SECONDS_MIN)
     if is_foreign(url):
         if credential_provider is not None:
             raise StoreUrlError(
