@@ -12,6 +12,7 @@ record or a free claim, after a pause, and at its deadline. Called by `read`, `i
 
 import asyncio
 import itertools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -161,7 +162,9 @@ class Locator:
     def cached(self, address: QualifiedKey) -> Located | None:
         """What `locate` returns, if that takes no call of the store; else None."""
         entry = None if self._mirror is None else self._mirror.entries(address[0]).get(address[1])
-        if entry is None or entry.until < self.loop.time() or not self.knows(entry.record):
+        if entry is None or entry.until < self.loop.time():
+            return None
+        if not self.knows(entry.record, entry.read_at):
             return None
         return located(entry.record, self.directory)
 
@@ -224,9 +227,10 @@ class Locator:
         """
         return None if self._mirror is None else self._mirror.watch(*address, notify)
 
-    def knows(self, record: Record | None) -> bool:
-        """Whether all nodes that `record` names are known."""
-        return record is None or all(map(self.directory.knows, record.locations))
+    def knows(self, record: Record | None, read_at: float = math.inf) -> bool:
+        """Whether all nodes that `record` names are known; it was read at `read_at`, by the loop's
+        clock, or just now."""
+        return record is None or all(self.directory.knows(at, read_at) for at in record.locations)
 
     async def meet(self, records: Sequence[Record]) -> None:
         """Make known all nodes that these records name, as far as possible.

@@ -242,16 +242,20 @@ class Directory:
                 return Location(name, boot, 0, 0), endpoint
         return None
 
-    def knows(self, location: Location) -> bool:
+    def knows(self, location: Location, read_at: float = math.inf) -> bool:
         """Whether this boot of the node is known, or was just not found.
 
         A refresh that began before the first call may have been too early to find a new boot,
-        however recent it is.
+        however recent it is. Also after a pause of the store a node that seems dead may have
+        beaten since: a record that was read after it, at `read_at` by the clock, can be newer than
+        the last reading of the beats.
         """
         boot = (location.node, location.boot)
-        if location.node == self._node or boot in self._infos:
+        if location.node == self._node or boot in self._endpoints:
             return True
         now = self._clock()
+        if boot in self._infos:
+            return self.refreshed_at > min(read_at, now - BLIND_SECONDS)
         was_missed = self.refreshed_at > self._note_unseen(boot, now)
         return was_missed and now - self.refreshed_at < REFRESH_SECONDS_MIN
 

@@ -213,6 +213,25 @@ def test_a_boot_that_began_right_after_the_last_refresh_is_found(fleet: Fleet) -
     assert fleet.directory.sources(record) == ((at("new"), "tcp://new:1"),)
 
 
+def test_after_a_pause_of_the_store_a_node_is_not_dead_before_its_beats_are_read(
+    fleet: Fleet,
+) -> None:
+    """The store was down for longer than a node may be silent, and this node finds a record there
+    before it reads the beats."""
+    fleet.pass_seconds(3, "us", "a")
+    record = a_record("ns", "k")._replace(locations=(at("a"),))
+    refreshed_at = fleet.clock.now
+    for _ in range(6):
+        fleet.clock.now += 1.0
+        fleet.directory.tick()
+    assert fleet.directory.sources(record) == ()
+    assert fleet.directory.knows(at("a"), read_at=refreshed_at - 1.0), "the store may still be down"
+    assert not fleet.directory.knows(at("a"), read_at=refreshed_at + 5.0)
+    fleet.store.beat("a", "aboot", fleet.sequence + 1)
+    at_once(fleet.directory.meet(awaited(fleet.store), [record]))
+    assert fleet.directory.sources(record) == ((at("a"), "tcp://a:1"),)
+
+
 def test_a_boot_that_is_not_found_causes_few_refreshes(fleet: Fleet) -> None:
     fleet.pass_seconds(3, "us", "a")
     record = a_record("ns", "k")._replace(locations=(at("gone"),))
