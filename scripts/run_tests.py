@@ -38,6 +38,12 @@ REDIS_PY_OLDEST = "6.4.0"
 """As pyproject.toml allows."""
 PART_SECONDS = 360.0
 """A part is to take three minutes on an idle machine."""
+TORTURE_ROUNDS = {
+    "processes": ("processes", "full arenas", "limits", "soak"),
+    "hosts": ("failover", "partitions", "clocks"),
+    "frames": ("fuzz unix", "fuzz node", "fuzz pipe", "fuzz http"),
+}
+"""Kinds of rounds of `make torture`, in parts of at most three minutes."""
 USUAL = "not alone and not gpu and not part"
 ONLY_PROCESSES = ["tests/network", "tests/node", "tests/soak", "tests/store", "tests/vllm"]
 """Folders in which each test starts processes."""
@@ -117,13 +123,18 @@ def marked_alone() -> list[str]:
 
 def parts_by_name() -> dict[str, Stage]:
     """What the marker `part` names, and what needs another way of starting."""
-    marked = {"soaks": 4, "storms": 0, "engines": 0, "network": 2, "torture": 0}
+    marked = {"soaks": 4, "storms": 0, "engines": 0, "network": 2}
     parts = {
         name: Stage(
             f"part {name}", PART_SECONDS, pytest("-m", f"part(name='{name}')", workers=workers)
         )
         for name, workers in marked.items()
     }
+    for name, rounds in TORTURE_ROUNDS.items():
+        of_name = ["-m", "part(name='torture')", f"--torture-rounds={','.join(rounds)}"]
+        parts[f"torture-{name}"] = Stage(
+            f"part torture-{name}", PART_SECONDS, pytest(*of_name, "tests/soak/test_torture.py")
+        )
     folders = ("unit", "contract", "connectors", "pipes", "node", "store")
     many_examples = [f"tests/{folder}" for folder in folders]
     parts["examples"] = Stage(

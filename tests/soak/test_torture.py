@@ -22,6 +22,7 @@ import network
 import torture_fuzz
 from clusters import Sentinels
 from nodes import MIB, Nodes
+from scripts.run_tests import TORTURE_ROUNDS
 from servers import QUIET, ServerProcess, free_port, valkey_executable
 from torture_faults import (
     FAKETIME,
@@ -277,6 +278,10 @@ def test_torture(pytestconfig: pytest.Config, tmp_path: Path) -> None:
         print(report(of_run))
     assert not of_run.findings
     assert sum(of_run.rounds.values()) >= len(names)
+
+
+def test_each_kind_of_round_belongs_to_a_part() -> None:
+    assert sorted(itertools.chain(*TORTURE_ROUNDS.values())) == sorted(ROUNDS)
 
 
 def test_totals_add_up_over_runs(tmp_path: Path) -> None:
