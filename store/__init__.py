@@ -5,6 +5,7 @@ packages, reads no environment variables and writes no log. Start with `open_sto
 is the contract.
 """
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -94,10 +95,20 @@ __all__ = [
     "check_namespace",
     "check_node",
     "check_token",
+    "import_client",
     "open_async_store",
     "open_store",
     "redact",
 ]
+
+
+def import_client() -> None:
+    """Import the client of Redis and Valkey, which `open_async_store` does else.
+
+    It takes 0.3 s, and several on a busy machine. A program with an event loop calls this before it
+    serves: the import of another thread would keep the GIL from the loop.
+    """
+    importlib.import_module("store.redis_store")
 
 
 CONNECT_SECONDS_MIN: Final = 1.5

@@ -30,6 +30,7 @@ from store import (
     StoreError,
     StoreFull,
     StoreUnavailable,
+    import_client,
 )
 from store.schemes import is_foreign
 
@@ -190,12 +191,14 @@ class Storage:
         return self._store
 
     def has_mirror(self) -> bool:
-        """Whether the store has a mirror. Opens the store of a package, which does not connect.
+        """Whether the store has a mirror. Imports the store's client; opens the store of a package,
+        which does not connect.
 
         Raises:
             ConfigError: the package cannot be used.
         """
         if not is_foreign(self._config.store_url):
+            import_client()
             return True
         try:
             self._store = self._make_store()
