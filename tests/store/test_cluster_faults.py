@@ -119,13 +119,13 @@ def _stop_replicating(replica: ServerProcess) -> None:
 def test_a_slot_moves_to_another_master_under_load(
     valkey_cluster: ValkeyCluster, namespace: str
 ) -> None:
-    a_while = partial(time.sleep, 0.1)
     before = _refusals(valkey_cluster)
     with (
         open_at(valkey_cluster.url) as store,
         under_load(store, namespace, keys=100) as load,
     ):
         load.moves(5.0)
+        a_while = partial(load.write, 60)  # each of the 300 keys is written once or twice
         names = [layout.record(namespace, key) for key in load.writers[0].keys[:12]]
         slots = {slot_of(name): valkey_cluster.owner(name) for name in names}
         for slot, source in slots.items():

@@ -147,7 +147,7 @@ def test_the_keys_that_a_session_waits_for_are_bounded() -> None:
         node = Prefetching(nowhere)
         for n in range(3):
             keys = (f"{n}-{index}" for index in range(AWAITED_MAX // 2))
-            node.prefetch(*keys, wait_seconds=WAIT_SECONDS)
+            node.prefetch(*keys, wait_seconds=600.0)
         for _ in range(50):
             await asyncio.sleep(0)
         assert len(node.session.awaiting) == AWAITED_MAX
