@@ -91,7 +91,7 @@ from lookup_buffer.node.transfer import Fetcher
 from lookup_buffer.runtime import LOG_FORMAT, lock
 from lookup_buffer.shm.index import IS_ORDERED, WITHOUT_ORDER, RemoteIndex
 from lookup_buffer.times import DEATH_CHECK_SECONDS
-from store import GoneReason, StoreError
+from store import StoreError
 
 if TYPE_CHECKING:
     from store.telemetry import Telemetry
@@ -307,8 +307,7 @@ class Node:
         self._registrar.changed(address, reason)
 
     def _missed(self, address: QualifiedKey) -> None:
-        """The store names this node for an item that it does not have: write what it has."""
-        self._registrar.changed(address, GoneReason.STALE)
+        self._registrar.missed(address)
 
     def _listen_to_peers(self) -> Identity:
         config = self._config
