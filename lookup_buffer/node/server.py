@@ -18,6 +18,7 @@ from typing import Any
 from lookup_buffer.errors import LookupBufferError, MissReason, NodeRefused, ProtocolError
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.closer import Closer
 from lookup_buffer.node.connection import Answer, Connection, Fields, Seat, Session, Tasks
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes
@@ -91,6 +92,7 @@ class Server:
     counters: Counters
     expects: Mapping[str, str | int]
     """The settings that a client's configuration must share with this node; see `Hello.expects`."""
+    closer: Closer = field(default_factory=Closer)
     idle_since: float = field(default_factory=time.monotonic)
     _prefetches: Prefetches = field(init=False)
     _handlers: dict[type[Request], Callable[[Session, Any], Answer]] = field(init=False)
@@ -181,9 +183,9 @@ class Server:
             self.loop.call_later(TRY_AGAIN_SECONDS, self._watch)
             return
         if len(self._of) >= CONNECTIONS_MAX:
-            sock.close()
+            self.closer.close_connection(sock)
             return
-        connection = Connection(self.loop, sock, self._on_message, self._on_end)
+        connection = Connection(self.loop, sock, self._on_message, self._on_end, closer=self.closer)
         self._of[connection] = None
         if connection.uid not in (os.getuid(), 0):
             connection.end(None)
@@ -378,6 +380,7 @@ class Server:
         seat = None if request.seat is None else Seat(*request.seat)
         number = int.from_bytes(os.urandom(7), "big")
         session = self._of[connection] = self._sessions[number] = Session(number, connection, seat)
+        connection.allow_large_headers()
         self.counters.add("sessions_opened")
         return session
 
@@ -442,6 +445,7 @@ class Server:
             raise NodeRefused("this session does not exist: it ended, or the node restarted")
         session.connections.add(connection)
         self._of[connection] = session
+        connection.allow_large_headers()
         connection.send({"id": request.id})
 
 
