@@ -8,14 +8,22 @@ builds and starts it.
 import asyncio
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lookup_buffer.errors import LookupBufferError, MissReason, NodeRefused, ProtocolError
+from lookup_buffer.errors import (
+    ConfigError,
+    LookupBufferError,
+    MissReason,
+    NodeRefused,
+    ProtocolError,
+)
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.closer import Closer
@@ -106,6 +114,8 @@ class Server:
     """Those that asked for `Metrics` without a session."""
     _serving: Tasks = field(default_factory=Tasks)
     _listener: socket.socket | None = None
+    _socket_file: tuple[int, int] | None = None
+    """Device and inode of the file of the listening socket."""
 
     def __post_init__(self) -> None:
         pools = self.lanes.pools
@@ -141,14 +151,29 @@ class Server:
         """Listen on `path` with mode 0600; a stale socket file is replaced.
 
         The caller holds the directory's lock, so no other node serves this path.
+
+        Raises:
+            ConfigError: there is a file that is no socket.
         """
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise ConfigError(
+                    f"{path}, where the node's socket is to be, is another kind of file; remove "
+                    "it, or choose another 'node_socket'"
+                )
+            path.unlink()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         self._listener.bind(str(path))
         path.chmod(0o600)
+        self._socket_file = _file_at(path)
         self._listener.listen(128)
         self._watch()
+
+    def remove_socket(self, path: Path) -> None:
+        """Remove the file that `listen` made, if it is still there."""
+        if self._socket_file == _file_at(path):
+            path.unlink(missing_ok=True)
 
     async def close(self) -> None:
         """End all sessions, which gives back what they hold. Bounded."""
@@ -447,6 +472,15 @@ class Server:
         self._of[connection] = session
         connection.allow_large_headers()
         connection.send({"id": request.id})
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """Device and inode, also of a symbolic link itself; None if there is no file."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _pidfd(pid: int) -> int | None:

@@ -5,6 +5,8 @@ import fcntl
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -219,10 +221,12 @@ def test_the_control_of_the_staging_attacks(node: NodeProcess) -> None:
 
 
 def test_a_large_frame_before_hello_is_refused_at_its_start(node: NodeProcess) -> None:
-    for nbytes in (4 << 20, 64 << 10):
+    for number, nbytes in enumerate((4 << 20, 64 << 10)):
         with raw(node, session=False) as client:
             client.socket.sendall(struct.pack(">4sIQ", b"LB01", nbytes, 0))
-            assert client.ended(scaled(2.0))
+            assert client.ended(scaled(10.0))
+        # Not for its silence, which is no error.
+        assert node.stats()["protocol_errors"] == number + 1
 
 
 def test_a_session_may_send_large_frames(node: NodeProcess) -> None:
@@ -237,6 +241,44 @@ def test_a_session_may_send_large_frames(node: NodeProcess) -> None:
             found = client.socket.recv(65536)
             sending.join()
             assert found
+
+
+# -- the log
+
+
+@pytest.mark.parametrize("text", ["\n2026-01-01 lookup-buffer ERROR: forged", "\x1b[2J", "\u202e"])
+def test_a_raw_key_forges_no_line_of_the_log(start_node: StartNode, text: str) -> None:
+    """A hand-off that is taken is logged with its key."""
+    node = start_node(log_level="info")
+    header = TensorHeader.of_none().to_fields()
+    name = f"k{text}@r"
+    with raw(node) as client, suppress(AssertionError, ConnectionError):
+        client.ask(messages.Insert(2, NAMESPACE, [name], [header], [0], 60.0, 1.0))
+        taken = client.ask(messages.Take(3, NAMESPACE, name, 1.0))
+        client.ask(messages.Acknowledge(4, taken["token"]))
+        wait_until(lambda: "hand-off taken" in node.log_text(), 5.0)
+    assert text not in node.log_text()
+
+
+def test_what_others_chose_stays_in_its_line_of_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever it is, and wherever it comes from."""
+    hostile = "k\n2026-01-01 lookup-buffer ERROR: forged \x1b[2J\u202e"
+    program = (
+        "import logging, sys\n"
+        "from lookup_buffer.runtime import start_log\n"
+        "start_log('info')\n"
+        "logging.getLogger('x').warning('one %s, and é', sys.argv[1])\n"
+        "try:\n    raise ValueError(sys.argv[1])\n"
+        "except ValueError:\n    logging.getLogger('x').exception('two')\n"
+    )
+    subprocess.run([sys.executable, "-c", program, hostile], check=True)
+    first, second, *trace = capfd.readouterr().err.splitlines()
+    assert first.endswith(
+        r"WARNING: one k\n2026-01-01 lookup-buffer ERROR: forged \x1b[2J\u202e, and é"
+    )
+    assert second.endswith("ERROR: two")
+    assert trace
+    assert all(line.startswith("    ") and line.isprintable() for line in trace)
 
 
 def test_many_clients_insert_and_read_as_before(node: NodeProcess) -> None:
