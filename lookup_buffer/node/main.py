@@ -11,7 +11,9 @@ many and not drawn, nor is `connection` to other nodes.
 
     clients ─► connection ─► server                 a call or a task for each request
       server ─► arena                               pins
+      server ─► closer                              descriptors that clients passed [lb-close]
       server ─► insert ─► arena                     insert; copies above 512 KiB [lb-copy]
+               ├─► staging                          clients' memory: checked, mapped
                ├─► handoffs                         hand-offs that wait for space
                ├─► announcements ─► takes           ownership of a hand-off; queries the other owner
                ├─► claims ─► read                   a stored output ends its claim

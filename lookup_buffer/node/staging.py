@@ -14,7 +14,7 @@ from typing import Final
 
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.node.connection import Connection
-from lookup_buffer.shm.memory import STAGING_SEALS, Mapping, check_memfd
+from lookup_buffer.shm.memory import Mapping, adopt
 
 IDLE_SHARE: Final = 2
 """Idle areas that are mapped have together at most the arena's bytes divided by this."""
@@ -31,10 +31,10 @@ class StagingArea:
         """Takes ownership of `fd`, unless it raises.
 
         Raises:
-            ProtocolError: it is no memfd with these seals, is empty or too large, or is not mapped.
+            ProtocolError: see `adopt`.
         """
-        self.nbytes = check_memfd(fd, STAGING_SEALS, most_bytes=most_bytes)
-        self.mapping: Mapping | None = self._mapped(fd)
+        self.mapping: Mapping | None = (mapping := adopt(fd, most_bytes=most_bytes))
+        self.nbytes = mapping.nbytes
         self.filled_bytes = 0
         """Before the first hole, as far as it is known."""
         self.users = 0
@@ -65,18 +65,12 @@ class StagingArea:
     def map(self) -> None:
         """Raises ProtocolError: the system refuses it."""
         if self.mapping is None:
-            self.mapping = self._mapped(self._fd)
+            self.mapping = adopt(self._fd, most_bytes=self.nbytes)
 
     def close(self) -> Mapping | None:
         """Close the descriptor; what is mapped is returned to be closed."""
         os.close(self._fd)  # of a memfd, so it does not wait
         return self.mapping
-
-    def _mapped(self, fd: int) -> Mapping:
-        try:
-            return Mapping(fd, self.nbytes, writable=False)
-        except OSError as error:
-            raise ProtocolError(f"the staging area cannot be mapped: {error.strerror}") from error
 
 
 class StagingAreas:

@@ -26,9 +26,9 @@ HUGE_BYTES: Final = 4 << 20
 """From this size on, huge pages are worth their cost: two of the usual 2 MiB."""
 POPULATE_STEP_BYTES = 16 << 20
 F_SEAL_FUTURE_WRITE = 0x0010
-FIXED_SIZE: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-STAGING_SEALS: Final = FIXED_SIZE | F_SEAL_FUTURE_WRITE
-"""Of a staging area, which its client has mapped before: with these nobody can punch holes."""
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+"""Of all memory that processes share: its size is fixed, nobody else writes it, and nobody can
+punch a hole into it."""
 _TMPFS: Final = 0x01021994
 _STATFS_WORDS: Final = 32
 """More than `struct statfs` has, whose first word is the kind of file system."""
@@ -92,14 +92,14 @@ class Mapping:
             pass  # a tensor over these bytes is still alive; the last one unmaps them
 
 
-class _Memfd(Mapping):
-    """A memfd that this process creates, mapped writable and then sealed."""
+class SealedMemory(Mapping):
+    """A memfd that only its creator can write. Any process may get `fd`; it can only read."""
 
-    def __init__(self, name: str, nbytes: int, seals: int) -> None:
+    def __init__(self, name: str, nbytes: int) -> None:
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
         super().__init__(self.fd, nbytes, writable=True)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)
 
     def close(self) -> None:
         super().close()
@@ -108,50 +108,43 @@ class _Memfd(Mapping):
             self.fd = -1
 
 
-class SealedMemory(_Memfd):
-    """Memory that only its creator can write. Any process may get `fd`; it can only read."""
-
-    def __init__(self, name: str, nbytes: int) -> None:
-        super().__init__(name, nbytes, FIXED_SIZE | F_SEAL_FUTURE_WRITE)
-
-
-class Staging(_Memfd):
+class Staging(SealedMemory):
     """A client's area for passing bytes to the node; its pages stay mapped after first use."""
 
     def __init__(self, nbytes: int) -> None:
-        super().__init__("lookup-buffer-staging", nbytes, STAGING_SEALS)
+        super().__init__("lookup-buffer-staging", nbytes)
 
 
 def adopt(fd: int, *, most_bytes: int) -> Mapping:
     """Map memory from another process, read-only. The caller keeps ownership of `fd`.
 
     Raises:
-        ProtocolError: it is not a memfd of fixed size (its owner could truncate it, and an access
-            would then end this process by SIGBUS), is empty, or has more than `most_bytes`.
+        ProtocolError: see `check_memfd`; or the system does not map it.
     """
-    nbytes = check_memfd(fd, FIXED_SIZE, most_bytes=most_bytes)
+    nbytes = check_memfd(fd, most_bytes=most_bytes)
     try:
         return Mapping(fd, nbytes, writable=False)
     except OSError as error:
         raise ProtocolError(f"the shared memory cannot be mapped: {error.strerror}") from error
 
 
-def check_memfd(fd: int, seals: int, *, most_bytes: int) -> int:
-    """The size of a memfd, which has at least these seals. Does not wait, whatever `fd` is.
+def check_memfd(fd: int, *, most_bytes: int) -> int:
+    """The size of a memfd with SEALS. Does not wait, whatever `fd` is.
 
     Raises:
-        ProtocolError: it is something else, lacks a seal, is empty, or has more than `most_bytes`;
-            or it is of huge pages, in which no hole can be found.
+        ProtocolError: it is something else; lacks a seal, without which its owner could truncate
+            it, and an access would end this process by SIGBUS; is empty, or has more than
+            `most_bytes`; or is of huge pages, in which holes cannot be found.
     """
     try:
-        has_seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
+        is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
     except OSError as error:
         raise ProtocolError("the descriptor for shared memory is not a memfd") from error
     nbytes = os.fstat(fd).st_size
-    if not has_seals or not 0 < nbytes <= most_bytes:
+    if not is_sealed or not 0 < nbytes <= most_bytes:
         raise ProtocolError(
-            f"shared memory of {nbytes} bytes; allowed: 1 to {most_bytes} bytes, sealed by "
-            f"{seals:#x} at least"
+            f"shared memory of {nbytes} bytes; allowed: 1 to {most_bytes} bytes, sealed in size "
+            "and against other writers"
         )
     if _file_system(fd) != _TMPFS:
         raise ProtocolError("shared memory of huge pages; allowed: a memfd of ordinary pages")

@@ -13,7 +13,7 @@ import pytest
 
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.shm.memory import (
-    STAGING_SEALS,
+    SEALS,
     Mapping,
     SealedMemory,
     Staging,
@@ -176,9 +176,9 @@ HUGE = 2 << 20
         (4096, fcntl.F_SEAL_SHRINK),
         (4096, fcntl.F_SEAL_GROW),
         (4096, BOTH),  # its holes could be punched
-        (0, STAGING_SEALS),
-        (NBYTES + 4096, STAGING_SEALS),
-        (1 << 45, STAGING_SEALS),
+        (0, SEALS),
+        (NBYTES + 4096, SEALS),
+        (1 << 45, SEALS),
     ],
 )
 def test_a_descriptor_that_could_kill_or_exhaust_the_node_is_refused(
@@ -187,7 +187,7 @@ def test_a_descriptor_that_could_kill_or_exhaust_the_node_is_refused(
     descriptor = memfd(nbytes, seals)
     try:
         with pytest.raises(ProtocolError):
-            check_memfd(descriptor, STAGING_SEALS, most_bytes=NBYTES)
+            check_memfd(descriptor, most_bytes=NBYTES)
     finally:
         os.close(descriptor)
 
@@ -201,7 +201,7 @@ def test_a_descriptor_that_is_no_memfd_is_refused(tmp_path: Path) -> None:
         descriptors = (reader, writer, directory, file.fileno(), gone.fileno(), ours.fileno())
         for descriptor in descriptors:
             with pytest.raises(ProtocolError):
-                check_memfd(descriptor, STAGING_SEALS, most_bytes=NBYTES)
+                check_memfd(descriptor, most_bytes=NBYTES)
     for descriptor in (reader, writer, directory):
         os.close(descriptor)
 
@@ -214,9 +214,9 @@ def test_a_memfd_of_huge_pages_is_refused() -> None:
         pytest.skip("this kernel has no huge pages")
     try:
         os.ftruncate(descriptor, HUGE)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, STAGING_SEALS)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
         with pytest.raises(ProtocolError, match="huge"):
-            check_memfd(descriptor, STAGING_SEALS, most_bytes=HUGE)
+            check_memfd(descriptor, most_bytes=HUGE)
     finally:
         os.close(descriptor)
 
@@ -232,8 +232,8 @@ def test_nobody_can_punch_holes_into_staging() -> None:
 
 
 def test_the_control_of_the_refusals() -> None:
-    descriptor = memfd(NBYTES, STAGING_SEALS)
+    descriptor = memfd(NBYTES, SEALS)
     try:
-        assert check_memfd(descriptor, STAGING_SEALS, most_bytes=NBYTES) == NBYTES
+        assert check_memfd(descriptor, most_bytes=NBYTES) == NBYTES
     finally:
         os.close(descriptor)
