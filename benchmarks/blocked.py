@@ -34,7 +34,7 @@ KEYS: Final = 2000
 """So many names are in use: most look-ups find something."""
 TOGETHER: Final = 300
 _BLOCKED: Final = re.compile(r"the loop was blocked for ([0-9.]+) s")
-_PLACE: Final = re.compile(r'File "[^"]*/(\w+/\w+\.py)", line \d+, in (\w+)')
+_PLACE: Final = re.compile(r"[^ ]*/(\w+/\w+\.py):\d+ (\w+)")
 
 
 class Storm:
@@ -132,10 +132,12 @@ def measure(seconds: float) -> dict[str, object]:
 def _places(log: str) -> list[str]:
     """Where the loop was, innermost function first, for each logged stack."""
     found = []
-    for stack in log.split("the loop is blocked here:")[1:]:
-        frames = _PLACE.findall(stack.split("the loop was blocked")[0])
+    for line in log.splitlines():
+        frames = _PLACE.findall(line.partition("the loop is blocked in ")[2])
+        if not frames:
+            continue
         ours = [frame for frame in frames if frame[0].startswith(("node/", "shm/", "store/"))]
-        found.append(" < ".join(f"{file}:{name}" for file, name in reversed(ours[-3:])))
+        found.append(" < ".join(f"{file}:{name}" for file, name in ours[:3]))
     return found
 
 

@@ -8,6 +8,7 @@ of an embedded store. Any thread; starts none.
 
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,17 +27,23 @@ def runtime_directory(named: Path | None) -> Path:
     checked.
 
     Raises:
-        ConfigError: it cannot be created, belongs to another user, or is open to others.
+        ConfigError: it cannot be created, belongs to another user, is open to others, or is a
+            symbolic link: another user may have placed it, to have files written where it leads.
     """
     path = named or _default_directory()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state = path.stat()
+        state = path.lstat()
     except OSError as error:
         raise ConfigError(
             f"setting 'directory' is '{path}': {error.strerror}; allowed: a directory that you own "
             "or can create"
         ) from error
+    if stat.S_ISLNK(state.st_mode):
+        raise ConfigError(
+            f"directory {path} is a symbolic link, which is not followed; set 'directory' to the "
+            "directory itself"
+        )
     if state.st_uid != os.getuid() or state.st_mode & 0o077:
         raise ConfigError(
             f"directory {path} must belong to you with mode 0700; it belongs to uid "

@@ -101,6 +101,8 @@ class BufferConfig(BaseModel):
     """Size of the arena: a number of bytes, or a size like `8GiB`."""
     node_socket: Path | None = None
     """Unix socket of a running node; none: find this host's node, or start it."""
+    node_uid: int | None = Field(default=None, ge=0)
+    """User id of that node, if it is neither this process' own nor root: any other is refused."""
     directory: Path | None = None
     """Runtime directory (sockets, lock, log); none: one per user."""
     node_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,48}$")
@@ -241,12 +243,10 @@ class BufferConfig(BaseModel):
 
     def expectations(self) -> dict[str, str | int]:
         """The settings that must be equal for a client and its node; compared when a session
-        begins."""
-        token = self.token.get_secret_value() if self.token else ""
+        begins. Nothing of a secret: whoever listens at the socket is shown them."""
         return {
             "capacity_bytes": self.capacity_bytes,
             "store_url": _store_identity(self.store_url),
-            "token": hashlib.sha256(f"lookup-buffer:{token}".encode()).hexdigest()[:16],
         }
 
     def socket_path(self) -> Path:

@@ -8,6 +8,7 @@ callers and starts none.
 
 import fcntl
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lookup_buffer.config import SECRETS, BufferConfig
 from lookup_buffer.errors import NodeUnavailable
@@ -43,6 +45,31 @@ def node_socket(config: BufferConfig, *, timeout: float) -> Path:
         if not _accepts_connections(path):
             _start(config, directory, path, deadline)
     return path
+
+
+def start_log(level: str) -> None:
+    """Log to stderr from this level on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_LogFormatter(LOG_FORMAT))
+    logging.basicConfig(handlers=[handler], level=level.upper())
+
+
+class _LogFormatter(logging.Formatter):
+    """Escapes what is not printable: what others have chosen (names, texts of servers) begins no
+    line of the log, and controls no terminal. Only the lines of a traceback follow, indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(f"    {_escaped(line)}" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 @contextmanager

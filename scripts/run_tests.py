@@ -45,7 +45,9 @@ TORTURE_ROUNDS = {
 }
 """Kinds of rounds of `make torture`, in parts of at most three minutes."""
 USUAL = "not alone and not gpu and not part"
-ONLY_PROCESSES = ["tests/network", "tests/node", "tests/soak", "tests/store", "tests/vllm"]
+ONLY_PROCESSES = [
+    "tests/network", "tests/node", "tests/security", "tests/soak", "tests/store", "tests/vllm",
+]  # fmt: skip
 """Folders in which each test starts processes."""
 IMPORT_VLLM = [
     "tests/connectors",

@@ -72,7 +72,7 @@ def address_checks(config: "BufferConfig", infos: Sequence[NodeInfo]) -> Iterato
     try:
         path = config.socket_path()
         if is_listening(path):
-            results = _dialled(path, [info.node for info in infos])
+            results = _dialled(path, [info.node for info in infos], config.node_uid)
     except (ConfigError, OSError):
         pass  # the directory cannot be used, which the checks of this host report
     except LookupBufferError as error:
@@ -103,7 +103,7 @@ def pairs_of(here: str, nodes: Sequence[str]) -> tuple[list[Pair], list[Pair]]:
     return [Pair(here, node) for node in others], [Pair(node, here) for node in others] + between
 
 
-def _dialled(path: Path, nodes: Sequence[str]) -> dict[Pair, Result]:
+def _dialled(path: Path, nodes: Sequence[str], node_uid: int | None) -> dict[Pair, Result]:
     """What the node at `path` finds out about `nodes`; empty if it is not one of them.
 
     Raises:
@@ -112,7 +112,7 @@ def _dialled(path: Path, nodes: Sequence[str]) -> dict[Pair, Result]:
     from lookup_buffer.client.session import NodeConnection, next_request_id
 
     deadline = time.monotonic() + SECONDS_MAX
-    connection = NodeConnection(path, timeout=QUIET_SECONDS)
+    connection = NodeConnection(path, QUIET_SECONDS, node_uid=node_uid)
     try:
         hello = Hello(next_request_id(), VERSION, None, {})
         connection.send(hello, deadline=time.monotonic() + QUIET_SECONDS)

@@ -73,7 +73,7 @@ def _directory_check(config: "BufferConfig", path: Path) -> Check:
 
 def _node_checks(config: "BufferConfig", path: Path) -> Iterator[Check]:
     try:
-        facts = node_facts(path, {})
+        facts = node_facts(path, {}, config.node_uid)
     except LookupBufferError as error:
         yield fail("node", str(error), "restart it; its log is node.log")
         return
@@ -86,7 +86,7 @@ def _node_checks(config: "BufferConfig", path: Path) -> Iterator[Check]:
             "start the server; the node connects again by itself",
         )
     try:
-        node_facts(path, config.expectations())
+        node_facts(path, config.expectations(), config.node_uid)
         yield ok("node's settings", "equal this configuration")
     except NodeRefused as error:
         yield warn("node's settings", str(error), "clients with this configuration are refused")
@@ -137,18 +137,20 @@ def available_bytes() -> int | None:
     return None
 
 
-def node_facts(path: Path, expects: Mapping[str, str | int]) -> dict[str, Any]:
+def node_facts(
+    path: Path, expects: Mapping[str, str | int], node_uid: int | None
+) -> dict[str, Any]:
     """Open a session with the expectations `expects`, and end it. Returns node, boot and stats.
 
     Raises:
-        NodeRefused: the node has another configuration.
+        NodeRefused: the node has another configuration, or runs as a user that is not trusted.
         NodeUnavailable: no answer in time.
     """
     from lookup_buffer.client.session import NodeConnection, next_request_id
     from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Stats
 
     deadline = time.monotonic() + ANSWER_SECONDS
-    connection = NodeConnection(path, timeout=ANSWER_SECONDS)
+    connection = NodeConnection(path, ANSWER_SECONDS, node_uid=node_uid)
     try:
         hello = Hello(next_request_id(), VERSION, None, dict(expects))
         connection.send(hello, deadline=deadline)

@@ -3,10 +3,9 @@
 `ClientSession` finds or starts the node, keeps a pool of connections, and opens a new session when
 the node is lost. Its listening thread receives the node's events on the session's main connection.
 `NodeConnection` is one blocking connection, for one caller at a time. A connection that missed a
-deadline is closed, so a late reply is never taken for the reply to another request. `NodeMemories`
-maps the memory of each boot read-only, and keeps it mapped for a while after the node's death:
-pinned bytes can still be loaded. The last reader of retired memory unmaps it. Any thread may call.
-The module does not interpret requests and events; `buffer`, `load` and `pending` do.
+deadline is closed, so a late reply is never taken for the reply to another request. Any
+thread may call. The module does not interpret requests and events; `buffer`, `load` and `pending`
+do. What the node shows of its memory is in `memories`.
 """
 
 import array
@@ -14,15 +13,17 @@ import itertools
 import os
 import select
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from lookup_buffer import errors
+from lookup_buffer.client.memories import NodeMemories, NodeMemory
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import (
     Closed,
@@ -34,8 +35,7 @@ from lookup_buffer.errors import (
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Join, Request, Stage, Stats
 from lookup_buffer.runtime import node_socket
-from lookup_buffer.shm.index import LocalIndexReader, RemoteIndexReader
-from lookup_buffer.shm.memory import Mapping, Staging
+from lookup_buffer.shm.memory import Staging
 from lookup_buffer.times import CALL_SECONDS, TRANSFER_NEWS_SECONDS
 
 READ_BYTES = 256 << 10
@@ -52,9 +52,8 @@ RETRY_SECONDS_MIN = 0.1
 RETRY_SECONDS_MAX = 2.0
 TICK_SECONDS = 0.1
 """Longest pause between two calls of `on_tick` during a session."""
-LOST_SECONDS: Final = 120.0
-"""How long the memory of a lost node stays mapped; longer than any engine step."""
-
+_CREDENTIALS: Final = struct.Struct("@iII")
+"""Of a process: its id, user and group."""
 _request_ids = itertools.count(1)
 
 
@@ -244,7 +243,7 @@ class ClientSession:
     def _connect(self) -> None:
         deadline = time.monotonic() + CONNECT_SECONDS
         path = node_socket(self._config, timeout=CONNECT_SECONDS)
-        connection = NodeConnection(path, timeout=CALL_SECONDS)
+        connection = NodeConnection(path, CALL_SECONDS, node_uid=self._config.node_uid)
         try:
             hello = Hello(next_request_id(), VERSION, self._engine, self._config.expectations())
             connection.send(hello, deadline=deadline)
@@ -254,7 +253,7 @@ class ClientSession:
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, ProtocolError) as error:
             connection.close()
             raise NodeUnavailable(f"no session with the node at {path}: {error}") from error
         except BaseException:
@@ -317,7 +316,9 @@ class ClientSession:
             if current.idle:
                 return current.idle.pop()
         connection = NodeConnection(
-            self._config.socket_path(), timeout=max(deadline - time.monotonic(), 1e-3)
+            self._config.socket_path(),
+            max(deadline - time.monotonic(), 1e-3),
+            node_uid=self._config.node_uid,
         )
         try:
             connection.call(Join(next_request_id(), current.id), deadline - time.monotonic())
@@ -341,7 +342,13 @@ class NodeConnection:
     """A blocking connection to the node. Not thread-safe, except `close`, which any thread may call
     and which ends a wait of another thread."""
 
-    def __init__(self, path: Path, timeout: float) -> None:
+    def __init__(self, path: Path, timeout: float, *, node_uid: int | None = None) -> None:
+        """`node_uid`: see `BufferConfig`.
+
+        Raises:
+            NodeUnavailable: nobody answers at `path`.
+            NodeRefused: the process there runs as a user that is not trusted.
+        """
         self._path = path
         self._decoder = FrameDecoder(max_header_bytes=HEADER_MAX_BYTES, max_payload_bytes=0)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -353,6 +360,14 @@ class NodeConnection:
         except OSError as error:
             self._socket.close()
             raise NodeUnavailable(f"no node answers at {path}: {error}") from error
+        uid = uid_of(self._socket)
+        if uid not in (os.getuid(), 0, node_uid):
+            self._socket.close()
+            raise NodeRefused(
+                f"the process that listens at {path} runs as user {uid}, this one as user "
+                f"{os.getuid()}: run the node as the same user or as root, or set 'node_uid' to "
+                f"{uid} if that one may see and choose all that this one inserts and reads"
+            )
 
     def call(self, request: Request, timeout: float) -> dict[str, Any]:
         """The reply to `request`.
@@ -495,6 +510,13 @@ class NodeConnection:
         return NodeUnavailable(f"the node at {self._path} is not available: {reason}")
 
 
+def uid_of(connection: socket.socket) -> int:
+    """The user of the process that listens at the other end of a unix socket."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(found)
+    return int(uid)
+
+
 def error_of(message: dict[str, Any]) -> LookupBufferError:
     """The error in a reply, or in one of its results."""
     kind = getattr(errors, str(message["error"]), None)
@@ -502,100 +524,3 @@ def error_of(message: dict[str, Any]) -> LookupBufferError:
         kind = LookupBufferError
     error: LookupBufferError = kind(str(message.get("message", "")))
     return error
-
-
-@dataclass(frozen=True, slots=True)
-class NodeMemory:
-    """The shared memory of one boot of a node: its arena, the local index of the arena's items,
-    and the remote index of keys on other nodes."""
-
-    arena: Mapping
-    local_index: LocalIndexReader
-    remote_index: RemoteIndexReader
-
-    @classmethod
-    def adopt(cls, descriptors: Sequence[int], arena_bytes: int) -> "NodeMemory":
-        """Map the memory that a node sent. The caller keeps ownership of the descriptors.
-
-        Raises:
-            OSError, ValueError: the descriptors are not the expected ones.
-        """
-        arena, local_index, remote_index = descriptors
-        return cls(
-            Mapping(arena, arena_bytes, writable=False),
-            LocalIndexReader(local_index),
-            RemoteIndexReader(remote_index),
-        )
-
-    def close(self) -> None:
-        self.arena.close()
-        self.local_index.close()
-        self.remote_index.close()
-
-
-@dataclass(slots=True, eq=False)
-class _Mapped:
-    memory: NodeMemory
-    uses: int = 0
-    lost_at: float | None = None
-    retired: bool = False
-
-
-class NodeMemories:
-    """Mapped memory, by the boot ids of nodes. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._mapped: dict[str, _Mapped] = {}
-
-    def add(self, boot: str, memory: NodeMemory) -> None:
-        """Add the memory of a new session's boot. From now on this object owns it."""
-        with self._lock:
-            self._mapped[boot] = _Mapped(memory)
-
-    @contextmanager
-    def use(self, boot: str) -> Iterator[NodeMemory]:
-        """The memory of `boot`, kept mapped inside the `with`.
-
-        Raises:
-            NodeUnavailable: it is not mapped here.
-        """
-        with self._lock:
-            mapped = self._mapped.get(boot)
-            if mapped is None:
-                raise NodeUnavailable(f"the memory of boot {boot or '(none)'} is not mapped here")
-            mapped.uses += 1
-        try:
-            yield mapped.memory
-        finally:
-            with self._lock:
-                mapped.uses -= 1
-                if mapped.retired and mapped.uses == 0:
-                    mapped.memory.close()
-
-    def mark_lost(self, boot: str) -> None:
-        """Record the loss of the node; its memory is retired after `LOST_SECONDS`."""
-        with self._lock:
-            mapped = self._mapped.get(boot)
-            if mapped is not None:  # else `close` has retired it
-                mapped.lost_at = time.monotonic()
-
-    def retire_lost(self) -> None:
-        """Unmap memory lost more than `LOST_SECONDS` ago. Call it periodically."""
-        now = time.monotonic()
-        with self._lock:
-            for boot, mapped in list(self._mapped.items()):
-                if mapped.lost_at is not None and now - mapped.lost_at > LOST_SECONDS:
-                    self._retire(boot)
-
-    def close(self) -> None:
-        """Unmap all memory. Idempotent."""
-        with self._lock:
-            for boot in list(self._mapped):
-                self._retire(boot)
-
-    def _retire(self, boot: str) -> None:
-        mapped = self._mapped.pop(boot)
-        mapped.retired = True
-        if mapped.uses == 0:
-            mapped.memory.close()

@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from functools import partial
 from importlib.resources import files
 from typing import Final
 
@@ -23,6 +24,7 @@ from lookup_buffer.config import is_loopback
 from lookup_buffer.dashboard.exposition import Exposition
 from lookup_buffer.dashboard.feed import Feed, TooMany
 from lookup_buffer.dashboard.node import NodeSilent, NodeView
+from lookup_buffer.dashboard.users import user_of
 
 MAKE_SECONDS = 30.0
 """Deadline for the answer to `why`."""
@@ -79,9 +81,10 @@ def _data_pages(node: NodeView, exposition: Exposition, feed: Feed) -> dict[str,
             unhealthy = str(silent)
         return line(503, unhealthy) if unhealthy else line(200, "ok")
 
-    async def stream(_: Request) -> Response:
+    async def stream(request: Request) -> Response:
         try:
-            return EventStream(feed.watch(), feed.leave)
+            watcher = feed.watch(user_of(request.scope))
+            return EventStream(feed.events(watcher), partial(feed.leave, watcher))
         except TooMany as error:
             return line(503, str(error))
 

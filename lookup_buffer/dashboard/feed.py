@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import closing
 from typing import Any
@@ -39,6 +39,15 @@ class TooMany(Exception):
     """A limit is reached; the text is for the requester."""
 
 
+class Watcher:
+    """An open page of one user."""
+
+    def __init__(self, user: str) -> None:
+        self.user = user
+        self.news = asyncio.Event()
+        self.is_dropped = False
+
+
 class Feed:
     """Opens the store by `open_store` for the first page."""
 
@@ -47,41 +56,56 @@ class Feed:
         self._open_store = open_store
         self._store: MetadataStore | None = None
         self._answering = asyncio.Semaphore(QUESTIONS_AT_ONCE)
-        self._watchers = 0
+        self._watchers: dict[Watcher, None] = {}
+        """The oldest first."""
         self._questions = 0
         self._used_at = -LINGER_SECONDS
         self._used = asyncio.Event()
         self._points: deque[bytes] = deque(maxlen=HISTORY_SECONDS)
         self._last = b""
-        self._news = asyncio.Event()
 
-    def watch(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: the history, then one event each second. Whoever called it calls
-        `leave` at the end.
+    def watch(self, user: str) -> Watcher:
+        """A place for a page of this user, who calls `leave` at the end. If all are taken, a user
+        with more pages than this one loses the oldest of them.
 
         Raises:
-            TooMany: WATCHERS_MAX pages are open.
+            TooMany: WATCHERS_MAX pages are open, and nobody has more of them than this user.
         """
-        if self._watchers >= WATCHERS_MAX:
+        if len(self._watchers) >= WATCHERS_MAX:
+            self._make_place(user)
+        watcher = Watcher(user)
+        self._watchers[watcher] = None
+        self._note_use()
+        return watcher
+
+    def leave(self, watcher: Watcher) -> None:
+        """Idempotent."""
+        self._watchers.pop(watcher, None)
+        self._note_use()
+
+    def _make_place(self, user: str) -> None:
+        pages = Counter(each.user for each in self._watchers)
+        pages[user] += 1
+        most, number = pages.most_common(1)[0]
+        if pages[user] == number:
             raise TooMany(f"{WATCHERS_MAX} pages of this node are open already; close one")
-        self._watchers += 1
-        self._note_use()
-        return self._watch()
+        oldest = next(each for each in self._watchers if each.user == most)
+        del self._watchers[oldest]
+        oldest.is_dropped = True
+        oldest.news.set()
 
-    def leave(self) -> None:
-        self._watchers -= 1
-        self._note_use()
-
-    async def _watch(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, watcher: Watcher) -> AsyncGenerator[bytes, None]:
+        """Server-sent events: the history, then one event each second, until it is dropped."""
         yield b"event: history\ndata: [%b]\n\n" % b",".join(self._points)
-        last, news = self._last, self._news
-        while True:
+        last = self._last
+        while not watcher.is_dropped:
+            watcher.news.clear()
             if last:
                 yield last
             try:
                 async with asyncio.timeout(QUIET_SECONDS):
-                    await news.wait()
-                last, news = self._last, self._news
+                    await watcher.news.wait()
+                last = self._last
             except TimeoutError:
                 last = b": nothing new\n\n"
 
@@ -162,8 +186,8 @@ class Feed:
 
     def _tell(self, kind: bytes, text: bytes) -> None:
         self._last = b"event: %b\ndata: %b\n\n" % (kind, text)
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        for watcher in self._watchers:
+            watcher.news.set()
 
 
 def _text_of(error: Exception) -> str:

@@ -25,7 +25,7 @@ from lookup_buffer.dashboard.feed import Feed
 from lookup_buffer.dashboard.http import server_of
 from lookup_buffer.dashboard.node import NodeView
 from lookup_buffer.inspection.access import CALL_SECONDS_MIN
-from lookup_buffer.runtime import LOG_FORMAT
+from lookup_buffer.runtime import start_log
 from store import MetadataStore
 
 
@@ -44,7 +44,7 @@ class Start:
 def main() -> None:
     start = Start(**json.loads(sys.stdin.readline()))
     config = BufferConfig.of(start.settings)
-    logging.basicConfig(format=LOG_FORMAT, level=config.log_level.upper())
+    start_log(config.log_level)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     asyncio.run(serve(start, config))
 

@@ -14,7 +14,6 @@ the session holds. Created by `server`. Both are used on the loop's thread only.
 
 import array
 import asyncio
-import os
 import socket
 import struct
 from collections.abc import Callable, Coroutine, Iterator
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lookup_buffer.errors import LookupBufferError, ProtocolError
+from lookup_buffer.node.closer import RECEIVED_MAX, Closer
 from lookup_buffer.protocol.framing import FrameDecoder, Macs, encode_frame
 from lookup_buffer.protocol.messages import Request
 from lookup_buffer.times import TRANSFER_TOLD_SECONDS
@@ -30,8 +30,10 @@ from lookup_buffer.times import TRANSFER_TOLD_SECONDS
 READ_BYTES = 64 << 10
 HEADER_MAX_BYTES = 4 << 20
 OUTPUT_MAX_BYTES = 16 << 20
+HELLO_BYTES_MAX = 16 << 10
+"""Of a header from a client that has no session yet: to decode one takes 3 ms at most."""
 DESCRIPTORS_MAX = 4
-ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
+ANCILLARY_BYTES = socket.CMSG_SPACE(RECEIVED_MAX * array.array("i").itemsize)
 _READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC) | int(socket.MSG_DONTWAIT)
 """MSG_DONTWAIT: a thread that sends on the same socket may have made it blocking."""
 _CUT_OFF = int(socket.MSG_CTRUNC)
@@ -98,13 +100,20 @@ class Connection:
         on_message: Callable[["Connection", Any], None],
         on_end: Callable[["Connection", LookupBufferError | None], None],
         macs: Macs | None = None,
+        closer: Closer | None = None,
     ) -> None:
+        """`closer` is for a client's socket, which passes descriptors, and whose headers are small
+        until `allow_large_headers`."""
         self._loop = loop
         self._socket = sock
         self._on_message = on_message
         self._on_end = on_end
         self._sends = macs.sends if macs else None
-        self._decoder = FrameDecoder(HEADER_MAX_BYTES, mac=macs.receives if macs else None)
+        self._closer = closer
+        self._decoder = FrameDecoder(
+            HEADER_MAX_BYTES if closer is None else HELLO_BYTES_MAX,
+            mac=macs.receives if macs else None,
+        )
         self._output = bytearray()
         self._descriptors: list[int] = []
         self._open = True
@@ -186,8 +195,12 @@ class Connection:
         self._output += frame[sent:]
         self._flush()
 
+    def allow_large_headers(self) -> None:
+        """The remote end has a session."""
+        self._decoder.max_header_bytes = HEADER_MAX_BYTES
+
     def take_descriptor(self) -> int:
-        """The next descriptor that the client sent; the caller closes it.
+        """The next descriptor that the client sent. The caller keeps it, or discards it.
 
         Raises:
             ProtocolError: the client sent none.
@@ -195,6 +208,12 @@ class Connection:
         if not self._descriptors:
             raise ProtocolError("the request needs a descriptor, and none was sent")
         return self._descriptors.pop(0)
+
+    def discard(self, descriptors: list[int]) -> None:
+        """Close descriptors that the client sent; that may wait, so it is done on a thread."""
+        if descriptors:
+            assert self._closer is not None, "only clients pass descriptors"
+            self._closer.close(descriptors)
 
     def process(self) -> int | None:
         """A pidfd of the remote end's process, readable once that has ended; the caller closes
@@ -211,10 +230,12 @@ class Connection:
         self._open = False
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_writer(self._socket.fileno())
-        self._socket.close()
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
+        if self._closer is None:
+            self._socket.close()
+        else:
+            self._closer.close_connection(self._socket)
+        self.discard(self._descriptors)
+        self._descriptors = []
         self._requests.cancel()
         self._on_end(self, error)
 

@@ -11,9 +11,9 @@ also if its client leaves. Called by `server`.
 """
 
 import asyncio
-import os
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +27,10 @@ from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Arrival, Handoffs
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.read import Reads
+from lookup_buffer.node.staging import StagingArea, StagingAreas
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_fields
-from lookup_buffer.shm.memory import Mapping, adopt_staging
+from lookup_buffer.shm.memory import Mapping
 
 COPY_INLINE_BYTES = 512 << 10
 """Up to this size the copy on the loop's thread (15 to 100 µs measured) costs less than a change
@@ -50,6 +51,10 @@ class _Part:
     """Of its bytes in the staging area."""
     result: Fields | None = None
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.header.nbytes
+
 
 Reserved = tuple[_Part, Item]
 """A part, and the memory for it."""
@@ -57,12 +62,12 @@ Reserved = tuple[_Part, Item]
 
 @dataclass(slots=True, eq=False)
 class _Inserting:
-    """One request, until it is answered. It keeps the staging area mapped."""
+    """One request, until it is answered. It uses the staging area so long."""
 
     connection: Connection
     session: Session
     request: Insert
-    staging: Mapping | None
+    staging: StagingArea | None
     parts: list[_Part]
     tasks: Tasks = field(default_factory=Tasks)
     waiting: Tasks = field(default_factory=Tasks)
@@ -85,13 +90,15 @@ class Inserts:
     claims: Claims
     announcements: Announcements
     reads: Reads
-    stagings: dict[Connection, Mapping] = field(default_factory=dict)
-    """The staging area of each connection that has one."""
+    stagings: StagingAreas = field(init=False)
     _inserting: dict[Connection, _Inserting] = field(default_factory=dict)
     """One request at a time for each connection."""
     _copiers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="lb-copy")
     )
+
+    def __post_init__(self) -> None:
+        self.stagings = StagingAreas(self.arena.memory.nbytes, self._unmap)
 
     def insert(self, connection: Connection, session: Session, request: Insert) -> None:
         """Store tensors of the connection's staging area, or answer `exists`.
@@ -101,11 +108,60 @@ class Inserts:
         """
         if connection in self._inserting:
             raise ProtocolError("an insert is already in flight on this connection")
-        staging = self.stagings.get(connection)
+        staging = self.stagings.of(connection)
         parts = _parts(request, 0 if staging is None else staging.nbytes)
+        end = max((part.end for part in parts if part.header.nbytes), default=0)
+        is_searched = staging is None or staging.is_searched(end)
+        if staging is not None and is_searched:
+            staging.check_filled(end)
+        if staging is not None:
+            self.stagings.use(staging)
         one = self._inserting[connection] = _Inserting(connection, session, request, staging, parts)
+        if staging is None or is_searched:
+            self._begin(one)
+        else:
+            self._start(one, self._search_and_begin(one, staging, end), waits=False)
+        self._answer_if_complete(one)
+
+    def stage(self, connection: Connection) -> Fields:
+        """Use the area whose descriptor the client has sent for its next inserts.
+
+        Raises:
+            ProtocolError: it sent none, or one of no such area.
+        """
+        descriptor = connection.take_descriptor()
+        try:
+            self.stagings.open(connection, descriptor)
+        except ProtocolError:
+            connection.discard([descriptor])
+            raise
+        return {}
+
+    def unstage(self, connection: Connection) -> None:
+        """Unmap the connection's staging area; if an insert uses it, after that. What waits to be
+        admitted is dropped."""
+        inserting = self._inserting.get(connection)
+        if inserting is not None:
+            inserting.waiting.cancel()
+        self.stagings.close(connection)
+
+    def close(self) -> None:
+        self._copiers.shutdown(wait=True, cancel_futures=True)
+
+    # -- one request
+
+    async def _search_and_begin(self, one: _Inserting, staging: StagingArea, end: int) -> None:
+        await asyncio.shield(self.loop.run_in_executor(self._copiers, staging.find_hole))
+        try:
+            staging.check_filled(end)
+        except ProtocolError as error:
+            one.connection.end(error)
+        if staging.is_current:
+            self._begin(one)
+
+    def _begin(self, one: _Inserting) -> None:
         reserved, handoffs = [], dict[QualifiedKey, asyncio.Task[None]]()
-        for part in parts:
+        for part in one.parts:
             if is_handoff(part.address[1]):
                 insert = self._hand_off(one, part, handoffs.get(part.address))
                 handoffs[part.address] = self._start(one, insert, waits=True)
@@ -117,37 +173,6 @@ class Inserts:
             self._store(one, reserved, self._fill(one, reserved))
         else:
             self._start(one, self._copy_and_store(one, reserved), waits=False)
-        self._answer_if_complete(one)
-
-    def stage(self, connection: Connection) -> Fields:
-        """Use the area whose descriptor the client has sent for its next inserts.
-
-        Raises:
-            ProtocolError: it sent none, or one of no such area.
-        """
-        descriptor = connection.take_descriptor()
-        try:
-            staging = adopt_staging(descriptor, self.arena.memory.nbytes)
-        finally:
-            os.close(descriptor)
-        self.unstage(connection)
-        self.stagings[connection] = staging
-        return {}
-
-    def unstage(self, connection: Connection) -> None:
-        """Unmap the connection's staging area; if an insert uses it, after that. What waits to be
-        admitted is dropped."""
-        staging = self.stagings.pop(connection, None)
-        inserting = self._inserting.get(connection)
-        if inserting is not None:
-            inserting.waiting.cancel()
-        if staging is not None and (inserting is None or inserting.staging is not staging):
-            staging.close()
-
-    def close(self) -> None:
-        self._copiers.shutdown(wait=True, cancel_futures=True)
-
-    # -- one request
 
     def _start(
         self, one: _Inserting, part: Coroutine[Any, Any, None], *, waits: bool
@@ -162,8 +187,8 @@ class Inserts:
         if one.tasks:
             return
         del self._inserting[one.connection]
-        if one.staging is not None and self.stagings.get(one.connection) is not one.staging:
-            one.staging.close()  # the connection ended, or its area was replaced, meanwhile
+        if one.staging is not None:
+            self.stagings.release(one.staging)
         results = [part.result for part in one.parts]
         if None not in results:  # else it was dropped
             one.connection.send({"id": one.request.id, "results": results})
@@ -266,7 +291,13 @@ class Inserts:
         return await asyncio.shield(copying)
 
     def _fill(self, one: _Inserting, reserved: Sequence[Reserved]) -> list[int]:
-        return [self.arena.fill(item, one.staging, part.offset) for part, item in reserved]
+        source = None if one.staging is None else one.staging.mapping
+        return [self.arena.fill(item, source, part.offset) for part, item in reserved]
+
+    def _unmap(self, mapping: Mapping) -> None:
+        """On a thread: the pages may be many, and this the last to have them."""
+        with suppress(RuntimeError):  # this is closed: the process ends
+            self._copiers.submit(mapping.close)
 
     def _commit(self, one: _Inserting, item: Item, checksum: int) -> Pin:
         item.device = one.session.device
@@ -285,7 +316,8 @@ def _parts(request: Insert, staging_bytes: int) -> list[_Part]:
     parts = []
     for key, fields, offset in zip(request.keys, request.headers, request.offsets, strict=True):
         header = TensorHeader.from_fields(fields)
-        if header.nbytes and offset + header.nbytes > staging_bytes:
+        part = _Part((request.namespace, key), header, offset)
+        if header.nbytes and part.end > staging_bytes:
             raise ProtocolError("the staging area is smaller than the tensors")
-        parts.append(_Part((request.namespace, key), header, offset))
+        parts.append(part)
     return parts

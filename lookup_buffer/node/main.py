@@ -11,7 +11,9 @@ many and not drawn, nor is `connection` to other nodes.
 
     clients ─► connection ─► server                 a call or a task for each request
       server ─► arena                               pins
+      server ─► closer                              descriptors that clients passed [lb-close]
       server ─► insert ─► arena                     insert; copies above 512 KiB [lb-copy]
+               ├─► staging                          clients' memory: checked, mapped
                ├─► handoffs                         hand-offs that wait for space
                ├─► announcements ─► takes           ownership of a hand-off; queries the other owner
                ├─► claims ─► read                   a stored output ends its claim
@@ -88,10 +90,10 @@ from lookup_buffer.node.server import Server
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takes import Owners, Takes
 from lookup_buffer.node.transfer import Fetcher
-from lookup_buffer.runtime import LOG_FORMAT, lock
+from lookup_buffer.runtime import lock, start_log
 from lookup_buffer.shm.index import IS_ORDERED, WITHOUT_ORDER, RemoteIndex
 from lookup_buffer.times import DEATH_CHECK_SECONDS
-from store import GoneReason, StoreError
+from store import StoreError
 
 if TYPE_CHECKING:
     from store.telemetry import Telemetry
@@ -165,7 +167,11 @@ class TimedSelector(selectors.DefaultSelector):
             frame = sys._current_frames().get(thread_id)
             if self._busy_since == since and frame is not None:
                 logged = since
-                _log.debug("the loop is blocked here:\n%s", "".join(traceback.format_stack(frame)))
+                places = " < ".join(
+                    f"{one.f_code.co_filename}:{line} {one.f_code.co_name}"
+                    for one, line in traceback.walk_stack(frame)
+                )
+                _log.debug("the loop is blocked in %s", places)
 
 
 class Node:
@@ -243,7 +249,7 @@ class Node:
         Raises:
             ConfigError: the node's id belongs to another node; this node's items are lost.
         """
-        logging.basicConfig(format=LOG_FORMAT, level=self._config.log_level.upper())
+        start_log(self._config.log_level)
         if not IS_ORDERED:
             _log.warning("lookup buffer: %s", WITHOUT_ORDER)
         if self._config.mirror and self._lacks_mirror:
@@ -265,7 +271,7 @@ class Node:
         try:
             self._loop.run_forever()
         finally:
-            socket_path.unlink(missing_ok=True)
+            self._server.remove_socket(socket_path)
             faulthandler.dump_traceback_later(END_SECONDS, exit=True)
             closing = self._loop.create_task(self._close())
             while not closing.done():
@@ -307,8 +313,7 @@ class Node:
         self._registrar.changed(address, reason)
 
     def _missed(self, address: QualifiedKey) -> None:
-        """The store names this node for an item that it does not have: write what it has."""
-        self._registrar.changed(address, GoneReason.STALE)
+        self._registrar.missed(address)
 
     def _listen_to_peers(self) -> Identity:
         config = self._config

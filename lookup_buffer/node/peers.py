@@ -38,7 +38,7 @@ from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.reachability import Reachability
 from lookup_buffer.protocol.acceptor import RETRY_SECONDS, listening_socket
 from lookup_buffer.protocol.auth import Purpose
-from lookup_buffer.protocol.fields import is_fingerprint
+from lookup_buffer.protocol.fields import is_count, is_fingerprint, is_key_text, is_text
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.times import PEER_IDLE_SECONDS, PEER_PROGRESS_SECONDS
@@ -64,11 +64,11 @@ TOGETHER_BYTES: Final = 4 << 20
 
 
 class Asked(NamedTuple):
-    """One item of a request. `boot` and `generation` are whatever the other node has sent."""
+    """One item of a request."""
 
     address: QualifiedKey
-    boot: object
-    generation: object
+    boot: str
+    generation: int
 
 
 Reply = tuple[dict[str, Any], Pin | None]
@@ -374,6 +374,8 @@ def _asked(item: Any) -> Asked:
     if not isinstance(item, list) or len(item) != 4:
         raise ProtocolError("an item is [namespace, key, boot, generation]")
     namespace, key, boot, generation = item
-    if not isinstance(key, str) or not is_fingerprint(namespace):
-        raise ProtocolError("an item needs the fingerprint of a namespace, and a key")
+    if not is_fingerprint(namespace) or not is_key_text(key):
+        raise ProtocolError("an item needs the fingerprint of a namespace, and the text of a key")
+    if not is_text(boot) or not is_count(generation):
+        raise ProtocolError("an item needs the text of a boot, and the number of a generation")
     return Asked((namespace, key), boot, generation)

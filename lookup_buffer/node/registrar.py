@@ -75,6 +75,9 @@ PAGE: Final = 200
 """So many items or changes are dealt with in one iteration of the loop: at most 6 ms measured."""
 VOID_MAX: Final = 64
 """Locations of dead nodes that are withdrawn with one beat."""
+MISSED_MAX: Final = 64
+"""Items that other nodes requested and this one does not have: so many are written after each beat.
+Any node may request anything, and a script in the store for each would be too much."""
 
 Report = tuple[QualifiedKey, int, Publication]
 """The result of publishing one generation of a hand-off."""
@@ -205,6 +208,7 @@ class Registrar:
     _walk_pause_seconds: float = 0.0
     """The next walk of the inventory is due so long after the last one began."""
     _failovers: int = 0
+    _missed_left: int = MISSED_MAX
     _invalidations: Invalidations = field(init=False)
     _failures: FailureLog = field(init=False)
     _tasks: PeriodicTasks = field(init=False)
@@ -251,6 +255,13 @@ class Registrar:
             self.counters.add(reason)
         if self.dirty.add(Change(address, reason, claim_token, void)):
             self._wake.set()
+
+    def missed(self, address: QualifiedKey) -> None:
+        """Another node requested an item that is not here, for which the store may name this node:
+        write what is here. Beyond MISSED_MAX it is dropped; the next such request reports it."""
+        if self._missed_left > 0:
+            self._missed_left -= 1
+            self.changed(address, GoneReason.STALE)
 
     def describe(self, fingerprint: str, parts: dict[str, str]) -> None:
         """Publish the parts of a namespace, now and whenever Redis lost them."""
@@ -328,6 +339,7 @@ class Registrar:
         began = self.loop.time()
         if began >= self._beat_at:
             due, self._beat_at = self._beat_at, math.inf
+            self._missed_left = MISSED_MAX
             try:
                 await self._beat(store, began)
                 due = began + self.heartbeat.pause_seconds()

@@ -8,16 +8,25 @@ builds and starts it.
 import asyncio
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lookup_buffer.errors import LookupBufferError, MissReason, NodeRefused, ProtocolError
+from lookup_buffer.errors import (
+    ConfigError,
+    LookupBufferError,
+    MissReason,
+    NodeRefused,
+    ProtocolError,
+)
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.closer import Closer
 from lookup_buffer.node.connection import Answer, Connection, Fields, Seat, Session, Tasks
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes
@@ -91,6 +100,7 @@ class Server:
     counters: Counters
     expects: Mapping[str, str | int]
     """The settings that a client's configuration must share with this node; see `Hello.expects`."""
+    closer: Closer = field(default_factory=Closer)
     idle_since: float = field(default_factory=time.monotonic)
     _prefetches: Prefetches = field(init=False)
     _handlers: dict[type[Request], Callable[[Session, Any], Answer]] = field(init=False)
@@ -104,6 +114,8 @@ class Server:
     """Those that asked for `Metrics` without a session."""
     _serving: Tasks = field(default_factory=Tasks)
     _listener: socket.socket | None = None
+    _socket_file: tuple[int, int] | None = None
+    """Device and inode of the file of the listening socket."""
 
     def __post_init__(self) -> None:
         pools = self.lanes.pools
@@ -139,14 +151,29 @@ class Server:
         """Listen on `path` with mode 0600; a stale socket file is replaced.
 
         The caller holds the directory's lock, so no other node serves this path.
+
+        Raises:
+            ConfigError: there is a file that is no socket.
         """
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise ConfigError(
+                    f"{path}, where the node's socket is to be, is another kind of file; remove "
+                    "it, or choose another 'node_socket'"
+                )
+            path.unlink()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         self._listener.bind(str(path))
         path.chmod(0o600)
+        self._socket_file = _file_at(path)
         self._listener.listen(128)
         self._watch()
+
+    def remove_socket(self, path: Path) -> None:
+        """Remove the file that `listen` made, if it is still there."""
+        if self._socket_file == _file_at(path):
+            path.unlink(missing_ok=True)
 
     async def close(self) -> None:
         """End all sessions, which gives back what they hold. Bounded."""
@@ -181,9 +208,9 @@ class Server:
             self.loop.call_later(TRY_AGAIN_SECONDS, self._watch)
             return
         if len(self._of) >= CONNECTIONS_MAX:
-            sock.close()
+            self.closer.close_connection(sock)
             return
-        connection = Connection(self.loop, sock, self._on_message, self._on_end)
+        connection = Connection(self.loop, sock, self._on_message, self._on_end, closer=self.closer)
         self._of[connection] = None
         if connection.uid not in (os.getuid(), 0):
             connection.end(None)
@@ -363,11 +390,6 @@ class Server:
         for name, wanted in request.expects.items():
             if self.expects.get(name) == wanted:
                 continue
-            if name == "token":  # a digest: shown, it would help to guess a weak token
-                raise NodeRefused(
-                    "the node that runs here has another token, or none; "
-                    "give both the same token, or use another directory"
-                )
             raise NodeRefused(
                 f"the node that runs here has {name} = {self.expects.get(name)!r}, but this "
                 f"configuration has {wanted!r}; make them equal, or use another directory"
@@ -378,6 +400,7 @@ class Server:
         seat = None if request.seat is None else Seat(*request.seat)
         number = int.from_bytes(os.urandom(7), "big")
         session = self._of[connection] = self._sessions[number] = Session(number, connection, seat)
+        connection.allow_large_headers()
         self.counters.add("sessions_opened")
         return session
 
@@ -442,7 +465,17 @@ class Server:
             raise NodeRefused("this session does not exist: it ended, or the node restarted")
         session.connections.add(connection)
         self._of[connection] = session
+        connection.allow_large_headers()
         connection.send({"id": request.id})
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """Device and inode, also of a symbolic link itself; None if there is no file."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _pidfd(pid: int) -> int | None:

@@ -71,8 +71,14 @@ def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _is_text(value: object) -> bool:
+def is_text(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= TEXT_MAX
+
+
+def is_key_text(value: object) -> bool:
+    """Whether it may be the text of a key: printable ASCII. Nearly all of `TensorKey.parse` at a
+    tenth of its cost."""
+    return is_text(value) and value.isascii() and value.isprintable()  # type: ignore[attr-defined]
 
 
 def is_seconds(value: object) -> bool:
@@ -88,11 +94,11 @@ def _list_of(check: Callable[[object], bool]) -> Callable[[object], bool]:
 
 
 def _is_small_map(value: object) -> bool:
-    return isinstance(value, dict) and len(value) <= PARTS_MAX and all(map(_is_text, value))
+    return isinstance(value, dict) and len(value) <= PARTS_MAX and all(map(is_text, value))
 
 
 def _is_reads(value: object) -> bool:
-    if not isinstance(value, dict) or len(value) > KEYS_MAX or not all(map(_is_text, value)):
+    if not isinstance(value, dict) or len(value) > KEYS_MAX or not all(map(is_key_text, value)):
         return False
     return all(is_count(count) and 0 < count <= COUNT_MAX for count in value.values())
 
@@ -108,7 +114,7 @@ def _is_seat(value: object) -> bool:
         return False
     engine_id, rank, world_size, encodes, device = value
     in_world = is_count(world_size) and 0 < world_size <= 4096
-    if not _is_text(engine_id) or not in_world or not isinstance(encodes, bool):
+    if not is_text(engine_id) or not in_world or not isinstance(encodes, bool):
         return False
     if not isinstance(device, str) or (device and not DEVICE.match(device)):
         return False
@@ -131,8 +137,8 @@ CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "expects": _is_small_map,
     "session": is_count,
     "namespace": is_fingerprint,
-    "key": _is_text,
-    "keys": _list_of(_is_text),
+    "key": is_key_text,
+    "keys": _list_of(is_key_text),
     "budget_seconds": _is_seconds_or_none,
     "headers": _list_of(_is_small_map),
     "offsets": _list_of(is_count),
@@ -148,9 +154,9 @@ CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "take": is_count,
     "rank": is_count,
     "parts": is_parts,
-    "dialler": _is_text,
-    "node": _is_text,
-    "boot": _is_text,
+    "dialler": is_text,
+    "node": is_text,
+    "boot": is_text,
     "data": lambda value: isinstance(value, bytes) and len(value) <= EXCHANGED_BYTES,
     "lane": LANES.__contains__,
     "library": lambda value: isinstance(value, str) and _LIBRARY.fullmatch(value) is not None,

@@ -257,7 +257,8 @@ class FrameDecoder:
         mac: Mac | None = None,
     ) -> None:
         self._mac = mac
-        self._max_header_bytes = max_header_bytes
+        self.max_header_bytes = max_header_bytes
+        """Of the frames that follow; may be changed."""
         self._max_payload_bytes = max_payload_bytes
         self._pending = bytearray()
         self._wanted_bytes = PROLOGUE_BYTES  # of the incomplete frame, as known so far
@@ -297,7 +298,7 @@ class FrameDecoder:
                 break
             header_nbytes, payload_nbytes = decode_prologue(
                 pending[:PROLOGUE_BYTES],
-                max_header_bytes=self._max_header_bytes,
+                max_header_bytes=self.max_header_bytes,
                 max_payload_bytes=self._max_payload_bytes,
             )
             self._wanted_bytes = PROLOGUE_BYTES + header_nbytes

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.protocol.fields import CHECKS, REPLY_CHECKS, is_count
 
-VERSION: Final = 10
+VERSION: Final = 11
 
 
 class InsertOutcome(Enum):

@@ -14,7 +14,6 @@ on other machines the tables stay empty.
 """
 
 import hashlib
-import os
 import platform
 import struct
 import time
@@ -25,7 +24,7 @@ from typing import Final
 
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.protocol.header import DTYPES, TensorHeader
-from lookup_buffer.shm.memory import Mapping, SealedMemory
+from lookup_buffer.shm.memory import Mapping, SealedMemory, adopt
 
 IS_ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
 WITHOUT_ORDER: Final = (
@@ -125,7 +124,8 @@ class _ReadTable(_Table):
     """A digest table, for a client that reads it. Any thread."""
 
     def __init__(self, fd: int, entry_bytes: int) -> None:
-        super().__init__(Mapping(fd, os.fstat(fd).st_size, writable=False), entry_bytes)
+        """Raises ProtocolError: see `adopt`."""
+        super().__init__(adopt(fd, most_bytes=TABLE_BYTES_MAX), entry_bytes)
 
 
 LOCAL_ENTRY: Final = struct.Struct("@Q32sQBBB13x8Q")
@@ -135,6 +135,7 @@ BYTES_PER_ENTRY: Final = 256 << 10
 """The index has one entry per this many bytes of the arena; with smaller items it may be
 incomplete."""
 ENTRIES_MIN, ENTRIES_MAX = 1024, 65536
+TABLE_BYTES_MAX: Final = HEADER_BYTES + ENTRIES_MAX * LOCAL_ENTRY.size
 _DTYPE_NAMES: Final = tuple(DTYPES)
 _DTYPE_CODES: Final = {name: code for code, name in enumerate(_DTYPE_NAMES)}
 _KINDS: Final = ("tensor", "none")

@@ -4,7 +4,7 @@ All are memfds, passed over the unix socket by descriptor, so no file in /dev/sh
 the name of another. Once the node has mapped the arena, it is sealed against shrinking, growing
 *and future writable mappings*. Only the node can write it: no client can change or truncate bytes
 that an engine relies on, whatever it does with the descriptor. A client passes bytes through its
-own staging area, which the node maps read-only after a check of its seals.
+own staging area, which `node.staging` maps read-only after a check of its seals.
 
 The module also calls madvise and gives the addresses of buffers. Its madvise runs without the GIL,
 which mmap.madvise holds for the whole call; an advice that the kernel does not know has no effect.
@@ -26,7 +26,12 @@ HUGE_BYTES: Final = 4 << 20
 """From this size on, huge pages are worth their cost: two of the usual 2 MiB."""
 POPULATE_STEP_BYTES = 16 << 20
 F_SEAL_FUTURE_WRITE = 0x0010
-_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+"""Of all memory that processes share: its size is fixed, nobody else writes it, and nobody can
+punch a hole into it."""
+_TMPFS: Final = 0x01021994
+_STATFS_WORDS: Final = 32
+"""More than `struct statfs` has, whose first word is the kind of file system."""
 _DONTNEED: Final = 4
 _HUGEPAGE: Final = 14
 _POPULATE_READ: Final = 22
@@ -34,6 +39,7 @@ _POPULATE_WRITE: Final = 23
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 
 
 class Mapping:
@@ -86,14 +92,14 @@ class Mapping:
             pass  # a tensor over these bytes is still alive; the last one unmaps them
 
 
-class _Memfd(Mapping):
-    """A memfd that this process creates, mapped writable and then sealed."""
+class SealedMemory(Mapping):
+    """A memfd that only its creator can write. Any process may get `fd`; it can only read."""
 
-    def __init__(self, name: str, nbytes: int, seals: int) -> None:
+    def __init__(self, name: str, nbytes: int) -> None:
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
         super().__init__(self.fd, nbytes, writable=True)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)
 
     def close(self) -> None:
         super().close()
@@ -102,50 +108,55 @@ class _Memfd(Mapping):
             self.fd = -1
 
 
-class SealedMemory(_Memfd):
-    """Memory that only its creator can write. Any process may get `fd`; it can only read."""
-
-    def __init__(self, name: str, nbytes: int) -> None:
-        super().__init__(name, nbytes, _FIXED_SIZE | F_SEAL_FUTURE_WRITE)
-
-
-class Staging(_Memfd):
+class Staging(SealedMemory):
     """A client's area for passing bytes to the node; its pages stay mapped after first use."""
 
     def __init__(self, nbytes: int) -> None:
-        super().__init__("lookup-buffer-staging", nbytes, _FIXED_SIZE)
-
-
-def adopt_staging(fd: int, capacity_bytes: int) -> Mapping:
-    """Map a staging descriptor from a client. The caller keeps ownership of `fd`.
-
-    Raises:
-        ProtocolError: it is not a memfd of fixed size (its owner could truncate it, and an access
-            by the node would then end the node by SIGBUS), is empty, or is larger than twice the
-            arena.
-    """
-    return adopt(fd, most_bytes=2 * capacity_bytes)
+        super().__init__("lookup-buffer-staging", nbytes)
 
 
 def adopt(fd: int, *, most_bytes: int) -> Mapping:
     """Map memory from another process, read-only. The caller keeps ownership of `fd`.
 
     Raises:
-        ProtocolError: see `adopt_staging`.
+        ProtocolError: see `check_memfd`; or the system does not map it.
     """
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise ProtocolError("the descriptor for shared memory is not a memfd") from error
-    nbytes = os.fstat(fd).st_size
-    if seals & _FIXED_SIZE != _FIXED_SIZE or not 0 < nbytes <= most_bytes:
-        raise ProtocolError(
-            f"shared memory of {nbytes} bytes; allowed: 1 to {most_bytes} bytes, sealed in size"
-        )
+    nbytes = check_memfd(fd, most_bytes=most_bytes)
     try:
         return Mapping(fd, nbytes, writable=False)
     except OSError as error:
         raise ProtocolError(f"the shared memory cannot be mapped: {error.strerror}") from error
+
+
+def check_memfd(fd: int, *, most_bytes: int) -> int:
+    """The size of a memfd with SEALS. Does not wait, whatever `fd` is.
+
+    Raises:
+        ProtocolError: it is something else; lacks a seal, without which its owner could truncate
+            it, and an access would end this process by SIGBUS; is empty, or has more than
+            `most_bytes`; or is of huge pages, in which holes cannot be found.
+    """
+    try:
+        is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError as error:
+        raise ProtocolError("the descriptor for shared memory is not a memfd") from error
+    nbytes = os.fstat(fd).st_size
+    if not is_sealed or not 0 < nbytes <= most_bytes:
+        raise ProtocolError(
+            f"shared memory of {nbytes} bytes; allowed: 1 to {most_bytes} bytes, sealed in size "
+            "and against other writers"
+        )
+    if _file_system(fd) != _TMPFS:
+        raise ProtocolError("shared memory of huge pages; allowed: a memfd of ordinary pages")
+    return nbytes
+
+
+def _file_system(fd: int) -> int:
+    """The kernel's number of its kind."""
+    found = (ctypes.c_ulong * _STATFS_WORDS)()
+    if _libc.fstatfs(fd, found):
+        return 0
+    return int(found[0])
 
 
 def copy_bytes(target_address: int, source_address: int, nbytes: int) -> None:

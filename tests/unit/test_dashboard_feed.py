@@ -69,7 +69,7 @@ def test_at_the_end_all_calls_end_before_the_store(hangs: bool) -> None:
         store = SlowStore(hangs=hangs)
         feed, server, listener = Feed("node", lambda: store), ServerUntil(), socket.socket()
         serving = asyncio.create_task(run(server, feed, listener))  # type: ignore[arg-type]
-        feed.watch()
+        feed.watch("somebody")
         await (store.asked if hangs else store.scanning).wait()
         await store.scanning.wait()
         server.exit.set()

@@ -1,8 +1,9 @@
 """Inserts of many parts: results, order, and clients that leave at any moment."""
 
 import asyncio
+import os
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,7 +17,10 @@ from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome
-from lookup_buffer.shm.memory import Mapping, Staging, adopt_staging
+from lookup_buffer.shm.memory import Mapping, Staging
+
+if TYPE_CHECKING:
+    from lookup_buffer.node.staging import StagingArea
 
 NAMESPACE = "f" * 64
 STAGED_BYTES = 2 << 20
@@ -56,7 +60,8 @@ class Client:
         self.connection: Any = connection
         self.session = Session(number, connection, None)
         self.staging = Staging(nbytes)
-        self.mapping = adopt_staging(self.staging.fd, nbytes)
+        self.staging.view[:] = bytes(nbytes)
+        self.area: StagingArea | None = None
 
     def send(self, message: dict[str, Any]) -> None:
         self.sent.append(message)
@@ -93,7 +98,9 @@ class Node:
     ) -> None:
         headers = [TensorHeader("uint8", (nbytes,), nbytes).to_fields() for nbytes in sizes]
         request = Insert(1, NAMESPACE, keys, headers, offsets, 60.0, wait_seconds)
-        self.inserts.stagings[client.connection] = client.mapping
+        if client.area is None:
+            self.inserts.stagings.open(client.connection, os.dup(client.staging.fd))
+            client.area = self.inserts.stagings.of(client.connection)
         self.inserts.insert(client.connection, client.session, request)
 
     def at_rest(self) -> None:
@@ -173,7 +180,11 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
             while node.inserts._inserting:
                 await asyncio.sleep(0.002)
         node.at_rest()
-        assert not any(is_mapped(client.mapping) for client in clients)
+        mappings = [client.area.mapping for client in clients if client.area is not None]
+        assert len(mappings) == len(clients)
+        async with asyncio.timeout(30.0):  # threads unmap them
+            while any(mapping is not None and is_mapped(mapping) for mapping in mappings):
+                await asyncio.sleep(0.002)
         node.inserts.close()
 
     asyncio.run(test())

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from lookup_buffer.errors import ProtocolError
-from lookup_buffer.shm.memory import Mapping, SealedMemory, Staging, adopt_staging, copy_bytes
+from lookup_buffer.shm.memory import (
+    SEALS,
+    Mapping,
+    SealedMemory,
+    Staging,
+    adopt,
+    check_memfd,
+    copy_bytes,
+)
 
 NBYTES = 1 << 20
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
@@ -139,7 +147,7 @@ def test_closing_does_not_wait_and_keeps_viewed_memory_mapped(
 
 def test_staging_is_read_where_it_was_written() -> None:
     staging = Staging(NBYTES)
-    adopted = adopt_staging(staging.fd, NBYTES)
+    adopted = adopt(staging.fd, most_bytes=NBYTES)
     staging.view[:3] = b"abc"
     assert bytes(adopted.view[:3]) == b"abc"
     assert not adopted.writable
@@ -158,6 +166,7 @@ def memfd(nbytes: int, seals: int) -> int:
 
 
 BOTH = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+HUGE = 2 << 20
 
 
 @pytest.mark.parametrize(
@@ -166,9 +175,10 @@ BOTH = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         (4096, 0),
         (4096, fcntl.F_SEAL_SHRINK),
         (4096, fcntl.F_SEAL_GROW),
-        (0, BOTH),
-        (2 * NBYTES + 4096, BOTH),
-        (1 << 45, BOTH),
+        (4096, BOTH),  # its holes could be punched
+        (0, SEALS),
+        (NBYTES + 4096, SEALS),
+        (1 << 45, SEALS),
     ],
 )
 def test_a_descriptor_that_could_kill_or_exhaust_the_node_is_refused(
@@ -177,7 +187,7 @@ def test_a_descriptor_that_could_kill_or_exhaust_the_node_is_refused(
     descriptor = memfd(nbytes, seals)
     try:
         with pytest.raises(ProtocolError):
-            adopt_staging(descriptor, NBYTES)
+            check_memfd(descriptor, most_bytes=NBYTES)
     finally:
         os.close(descriptor)
 
@@ -191,14 +201,39 @@ def test_a_descriptor_that_is_no_memfd_is_refused(tmp_path: Path) -> None:
         descriptors = (reader, writer, directory, file.fileno(), gone.fileno(), ours.fileno())
         for descriptor in descriptors:
             with pytest.raises(ProtocolError):
-                adopt_staging(descriptor, NBYTES)
+                check_memfd(descriptor, most_bytes=NBYTES)
     for descriptor in (reader, writer, directory):
         os.close(descriptor)
 
 
-def test_the_control_of_the_refusals() -> None:
-    descriptor = memfd(2 * NBYTES, BOTH)
+def test_a_memfd_of_huge_pages_is_refused() -> None:
+    """It does not tell where its holes are."""
     try:
-        adopt_staging(descriptor, NBYTES).close()
+        descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    except OSError:
+        pytest.skip("this kernel has no huge pages")
+    try:
+        os.ftruncate(descriptor, HUGE)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+        with pytest.raises(ProtocolError, match="huge"):
+            check_memfd(descriptor, most_bytes=HUGE)
+    finally:
+        os.close(descriptor)
+
+
+def test_nobody_can_punch_holes_into_staging() -> None:
+    staging = Staging(NBYTES)
+    staging.view[:] = b"x" * NBYTES
+    assert _libc.fallocate(staging.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096) == -1
+    assert _libc.madvise(staging.address, 4096, MADV_REMOVE) == -1
+    assert os.lseek(staging.fd, 0, os.SEEK_HOLE) == NBYTES
+    assert bytes(staging.view[:4096]) == b"x" * 4096
+    staging.close()
+
+
+def test_the_control_of_the_refusals() -> None:
+    descriptor = memfd(NBYTES, SEALS)
+    try:
+        assert check_memfd(descriptor, most_bytes=NBYTES) == NBYTES
     finally:
         os.close(descriptor)

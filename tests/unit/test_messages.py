@@ -39,6 +39,7 @@ KINDS: list[type[Request]] = [
 
 counts = st.integers(0, (1 << 63) - 1)
 texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=80)
+keys = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), min_size=1, max_size=80)
 seconds = st.one_of(st.integers(0, 86_400), st.floats(0, 86_400))
 seats = st.integers(1, 64).flatmap(
     lambda world: st.tuples(
@@ -56,8 +57,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "expects": st.dictionaries(texts, st.one_of(texts, counts), max_size=4),
     "session": counts,
     "namespace": st.just(FINGERPRINT),
-    "key": texts,
-    "keys": st.lists(texts, max_size=8),
+    "key": keys,
+    "keys": st.lists(keys, max_size=8),
     "budget_seconds": st.one_of(st.none(), seconds),
     "headers": st.lists(
         st.fixed_dictionaries({"dtype": texts, "shape": st.lists(counts, max_size=3)}), max_size=3
@@ -72,7 +73,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "tickets": st.lists(counts, max_size=8),
     "token": counts,
     "take": counts,
-    "reads": st.dictionaries(texts, st.integers(1, COUNT_MAX), max_size=8),
+    "reads": st.dictionaries(keys, st.integers(1, COUNT_MAX), max_size=8),
     "rank": counts,
     "dialler": texts,
     "node": texts,
@@ -155,6 +156,9 @@ LIMITS = [
     ("keys", ["k" * 4096], ["k" * 4097]),
     ("keys", ["k"], ["k", ""]),
     ("keys", ["k"], ["k", 1]),
+    ("keys", ["k e~y"], ["a line\nof its own"]),
+    ("keys", ["k%1B"], ["k\x1b"]),
+    ("keys", ["k%C3%A9"], ["k\u00e9"]),
     ("budget_seconds", 86_400, 86_401),
     ("budget_seconds", 0, -0.001),
     ("budget_seconds", None, float("nan")),

@@ -1,0 +1,120 @@
+"""The shared memory of nodes, mapped read-only by a client.
+
+`NodeMemories` maps the memory of each boot, and keeps it mapped for a while after the node's death:
+pinned bytes can still be loaded. The last reader of retired memory unmaps it. Any thread may call.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from lookup_buffer.errors import NodeUnavailable
+from lookup_buffer.shm.index import LocalIndexReader, RemoteIndexReader
+from lookup_buffer.shm.memory import Mapping, adopt
+
+LOST_SECONDS: Final = 120.0
+"""How long the memory of a lost node stays mapped; longer than any engine step."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMemory:
+    """The shared memory of one boot of a node: its arena, the local index of the arena's items,
+    and the remote index of keys on other nodes."""
+
+    arena: Mapping
+    local_index: LocalIndexReader
+    remote_index: RemoteIndexReader
+
+    @classmethod
+    def adopt(cls, descriptors: Sequence[int], arena_bytes: int) -> "NodeMemory":
+        """Map the memory that a node sent. The caller keeps ownership of the descriptors.
+
+        Raises:
+            OSError, ValueError, ProtocolError: the descriptors are not the expected ones, or
+                others could change or shrink that memory.
+        """
+        arena, local_index, remote_index = descriptors
+        mapped = adopt(arena, most_bytes=arena_bytes)
+        if mapped.nbytes != arena_bytes:
+            raise ValueError(f"an arena of {mapped.nbytes} bytes instead of {arena_bytes}")
+        return cls(
+            mapped,
+            LocalIndexReader(local_index),
+            RemoteIndexReader(remote_index),
+        )
+
+    def close(self) -> None:
+        self.arena.close()
+        self.local_index.close()
+        self.remote_index.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Mapped:
+    memory: NodeMemory
+    uses: int = 0
+    lost_at: float | None = None
+    retired: bool = False
+
+
+class NodeMemories:
+    """Mapped memory, by the boot ids of nodes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: dict[str, _Mapped] = {}
+
+    def add(self, boot: str, memory: NodeMemory) -> None:
+        """Add the memory of a new session's boot. From now on this object owns it."""
+        with self._lock:
+            self._mapped[boot] = _Mapped(memory)
+
+    @contextmanager
+    def use(self, boot: str) -> Iterator[NodeMemory]:
+        """The memory of `boot`, kept mapped inside the `with`.
+
+        Raises:
+            NodeUnavailable: it is not mapped here.
+        """
+        with self._lock:
+            mapped = self._mapped.get(boot)
+            if mapped is None:
+                raise NodeUnavailable(f"the memory of boot {boot or '(none)'} is not mapped here")
+            mapped.uses += 1
+        try:
+            yield mapped.memory
+        finally:
+            with self._lock:
+                mapped.uses -= 1
+                if mapped.retired and mapped.uses == 0:
+                    mapped.memory.close()
+
+    def mark_lost(self, boot: str) -> None:
+        """Record the loss of the node; its memory is retired after `LOST_SECONDS`."""
+        with self._lock:
+            mapped = self._mapped.get(boot)
+            if mapped is not None:  # else `close` has retired it
+                mapped.lost_at = time.monotonic()
+
+    def retire_lost(self) -> None:
+        """Unmap memory lost more than `LOST_SECONDS` ago. Call it periodically."""
+        now = time.monotonic()
+        with self._lock:
+            for boot, mapped in list(self._mapped.items()):
+                if mapped.lost_at is not None and now - mapped.lost_at > LOST_SECONDS:
+                    self._retire(boot)
+
+    def close(self) -> None:
+        """Unmap all memory. Idempotent."""
+        with self._lock:
+            for boot in list(self._mapped):
+                self._retire(boot)
+
+    def _retire(self, boot: str) -> None:
+        mapped = self._mapped.pop(boot)
+        mapped.retired = True
+        if mapped.uses == 0:
+            mapped.memory.close()

@@ -1,0 +1,95 @@
+"""Closes on threads what may block its closer: descriptors that clients passed.
+
+A client may pass anything that it can open. The close of a socket that lingers, or of a file of a
+file system whose server is stopped, takes as long as its owner likes. A descriptor that was sent
+and not received is closed with the connection, so a connection with unread bytes is closed here,
+too. The threads are daemons: a close that lasts does not delay the end of the node.
+"""
+
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from fcntl import ioctl
+from termios import FIONREAD
+from typing import Final
+
+CLOSERS_MAX: Final = 16
+"""Closes that last, at the same time; the others wait."""
+RECEIVED_MAX: Final = 253
+"""Descriptors of one message, by Linux. With room for fewer the kernel would close the others, on
+the thread that receives."""
+READ_BYTES: Final = 64 << 10
+_NO_LINGER: Final = struct.pack("@ii", 0, 0)
+
+
+class Closer:
+    """Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[int | socket.socket] = deque()
+        self._threads = 0
+
+    def close(self, descriptors: Sequence[int]) -> None:
+        """Close them soon. Never waits."""
+        self._add(descriptors)
+
+    def close_connection(self, connection: socket.socket) -> None:
+        """End a unix socket at once, and close it soon if there are bytes that nobody received.
+        Never waits."""
+        with suppress(OSError):  # the remote end was first
+            connection.shutdown(socket.SHUT_RDWR)
+        if _unread_bytes(connection):
+            self._add([connection])
+        else:
+            connection.close()
+
+    def _add(self, files: Sequence[int | socket.socket]) -> None:
+        with self._lock:
+            self._waiting.extend(files)
+            if not self._waiting or self._threads == CLOSERS_MAX:
+                return
+            self._threads += 1
+        threading.Thread(target=self._run, name="lb-close", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._threads -= 1
+                    return
+                file = self._waiting.popleft()
+            if isinstance(file, int):
+                _close(file)
+            else:
+                _drain(file)
+
+
+def _unread_bytes(connection: socket.socket) -> int:
+    found = ioctl(connection, FIONREAD, b"\0" * 4)
+    return int(struct.unpack("@i", found)[0])
+
+
+def _close(descriptor: int) -> None:
+    try:
+        file = socket.socket(fileno=descriptor)
+    except OSError:  # it is no socket
+        os.close(descriptor)
+        return
+    with file, suppress(OSError):
+        file.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+
+
+def _drain(connection: socket.socket) -> None:
+    """Receive what is left, since descriptors that nobody received might linger."""
+    with connection, suppress(OSError):
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(connection, READ_BYTES, RECEIVED_MAX)
+            for descriptor in descriptors:
+                _close(descriptor)
+            if not data:
+                return

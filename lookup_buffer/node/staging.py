@@ -1,0 +1,150 @@
+"""The staging areas of clients, as the node has them: checked, and mapped to be read.
+
+A page of an area that nobody has written is a hole: to read it would allocate memory, which counts
+as the node's. So an insert may only name bytes before the first hole. No hole can appear later: the
+seals of an area forbid that, and to change its size. Areas without an insert stay mapped up to
+IDLE_SHARE of the arena; then the least recently used one is unmapped until its next insert.
+
+Used on the loop's thread, except `StagingArea.find_hole`.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Final
+
+from lookup_buffer.errors import ProtocolError
+from lookup_buffer.node.connection import Connection
+from lookup_buffer.shm.memory import Mapping, adopt
+
+IDLE_SHARE: Final = 2
+"""Idle areas that are mapped have together at most the arena's bytes divided by this."""
+ARENAS_MAX: Final = 2
+"""An area has at most the bytes of so many arenas."""
+SEARCH_INLINE_BYTES: Final = 4 << 20
+"""Up to so many bytes are searched for a hole on the loop's thread: 0.1 ms measured."""
+
+
+class StagingArea:
+    """Memory of one client. `StagingAreas` makes it."""
+
+    def __init__(self, fd: int, most_bytes: int) -> None:
+        """Takes ownership of `fd`, unless it raises.
+
+        Raises:
+            ProtocolError: see `adopt`.
+        """
+        self.mapping: Mapping | None = (mapping := adopt(fd, most_bytes=most_bytes))
+        self.nbytes = mapping.nbytes
+        self.filled_bytes = 0
+        """Before the first hole, as far as it is known."""
+        self.users = 0
+        """Inserts that read it."""
+        self.is_current = True
+        """Whether it is still that of its connection."""
+        self._fd = fd
+
+    def is_searched(self, end: int) -> bool:
+        """Whether it is known if all bytes before `end` are there; a small area is searched for
+        that."""
+        if end > self.filled_bytes and self.nbytes - self.filled_bytes <= SEARCH_INLINE_BYTES:
+            self.find_hole()
+            return True
+        return end <= self.filled_bytes
+
+    def check_filled(self, end: int) -> None:
+        """Raises ProtocolError: there is a hole before `end`."""
+        if end > self.filled_bytes:
+            raise ProtocolError("the staging area has a hole; write all bytes of a tensor")
+
+    def find_hole(self) -> None:
+        """Set `filled_bytes`: to the end of the area, if need be. Any thread, while it has
+        users."""
+        if self.filled_bytes < self.nbytes:
+            self.filled_bytes = os.lseek(self._fd, self.filled_bytes, os.SEEK_HOLE)
+
+    def map(self) -> None:
+        """Raises ProtocolError: the system refuses it."""
+        if self.mapping is None:
+            self.mapping = adopt(self._fd, most_bytes=self.nbytes)
+
+    def close(self) -> Mapping | None:
+        """Close the descriptor; what is mapped is returned to be closed."""
+        os.close(self._fd)  # of a memfd, so it does not wait
+        return self.mapping
+
+
+class StagingAreas:
+    """One for each connection that has staged. `unmap` closes a mapping; it may take a while."""
+
+    def __init__(self, capacity_bytes: int, unmap: Callable[[Mapping], object]) -> None:
+        self._most_bytes = ARENAS_MAX * capacity_bytes
+        self._idle_bytes_max = capacity_bytes // IDLE_SHARE
+        self._unmap = unmap
+        self._areas: dict[Connection, StagingArea] = {}
+        self._idle: dict[StagingArea, None] = {}
+        """Mapped and without an insert, the longest first."""
+        self._idle_bytes = 0
+
+    def of(self, connection: Connection) -> StagingArea | None:
+        return self._areas.get(connection)
+
+    def open(self, connection: Connection, fd: int) -> None:
+        """Use it for the next inserts of the connection. Takes ownership of `fd`, unless it raises.
+
+        Raises:
+            ProtocolError: see `StagingArea`.
+        """
+        area = StagingArea(fd, self._most_bytes)
+        self.close(connection)
+        self._areas[connection] = area
+        self._rest(area)
+
+    def close(self, connection: Connection) -> None:
+        """Unmap the area of a connection, after the inserts that use it."""
+        area = self._areas.pop(connection, None)
+        if area is not None:
+            area.is_current = False
+            if not area.users:
+                self._wake(area)
+                self._end(area)
+
+    def use(self, area: StagingArea) -> None:
+        """From now on until `release` it is mapped, and not closed.
+
+        Raises:
+            ProtocolError: the system does not map it.
+        """
+        area.map()
+        self._wake(area)
+        area.users += 1
+
+    def release(self, area: StagingArea) -> None:
+        area.users -= 1
+        if area.users:
+            return
+        if area.is_current:
+            self._rest(area)
+        else:
+            self._end(area)
+
+    def _rest(self, area: StagingArea) -> None:
+        if area.mapping is not None:
+            self._idle[area] = None
+            self._idle_bytes += area.nbytes
+        while self._idle_bytes > self._idle_bytes_max:
+            longest = next(iter(self._idle))
+            self._wake(longest)
+            mapping, longest.mapping = longest.mapping, None
+            self._close(mapping)
+
+    def _wake(self, area: StagingArea) -> None:
+        if area in self._idle:
+            del self._idle[area]
+            self._idle_bytes -= area.nbytes
+
+    def _end(self, area: StagingArea) -> None:
+        self._close(area.close())
+
+    def _close(self, mapping: Mapping | None) -> None:
+        if mapping is not None:
+            self._unmap(mapping)

@@ -1,0 +1,292 @@
+"""Another process of the node's user at its socket: what it can make the node wait for, or hold."""
+
+import array
+import fcntl
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from lookup_buffer.namespace import Namespace
+from lookup_buffer.protocol import messages
+from lookup_buffer.protocol.framing import encode_frame
+from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.shm.memory import SEALS, Staging
+from nodes import MIB, NodeProcess, StartNode, at_rest, key, tensor_of, wait_until
+from patience import scaled
+from raw_clients import Raw, raw
+
+NAMESPACE = Namespace.named("tests").fingerprint
+LINGER_SECONDS = 600
+ARENA_BYTES = 64 * MIB
+STATS = encode_frame(messages.Stats(5).to_wire())
+
+
+@pytest.fixture
+def node(start_node: StartNode) -> Iterator[NodeProcess]:
+    node = start_node(capacity_bytes=ARENA_BYTES)
+    files = node.open_files()
+    yield node
+    at_rest(node, open_files=files)
+
+
+@contextmanager
+def lingering(count: int) -> Iterator[list[int]]:
+    """Sockets whose last close takes LINGER_SECONDS, or until the end of the block."""
+    linger = struct.pack("@ii", 1, LINGER_SECONDS)
+    with ExitStack() as stack, socket.create_server(("127.0.0.1", 0), backlog=count) as listener:
+        found = []
+        for _ in range(count):
+            ours = socket.create_connection(listener.getsockname())
+            theirs = stack.enter_context(listener.accept()[0])
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
+            ours.setblocking(False)
+            with suppress(BlockingIOError):
+                while ours.send(bytes(65536)):
+                    pass
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            found.append(ours.detach())
+        yield found
+
+
+def pass_on(client: Raw, frame: bytes, descriptors: list[int]) -> None:
+    """Send the descriptors, so that the node has the last ones."""
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+    client.socket.sendmsg([frame], [rights])
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def assert_answers(node: NodeProcess) -> None:
+    began = time.monotonic()
+    node.stats()
+    assert time.monotonic() - began < scaled(2.0) < LINGER_SECONDS
+
+
+@pytest.mark.parametrize("session", [True, False])
+@pytest.mark.parametrize("count", [1, 4, 5, 100])
+def test_what_lingers_delays_nobody(node: NodeProcess, count: int, session: bool) -> None:
+    """As staging, before hello, and more descriptors than may be sent."""
+    frame = encode_frame(messages.Stage(2).to_wire())
+    with lingering(count) as sockets, raw(node, session=session) as client:
+        pass_on(client, frame, sockets)
+        assert client.ended()
+        assert_answers(node)
+
+
+def test_what_lingers_unread_delays_nobody(node: NodeProcess) -> None:
+    """The node ends the connection for its first frame, with more in its queue."""
+    with lingering(20) as sockets, raw(node) as client:
+        with node.frozen():
+            client.socket.sendall(b"\xff" * 16)
+            for one in sockets:
+                pass_on(client, STATS, [one])
+        assert client.ended()
+        assert_answers(node)
+
+
+def test_what_lingers_does_not_keep_a_node_from_its_end(start_node: StartNode) -> None:
+    node = start_node()
+    with lingering(40) as sockets, raw(node) as client:
+        pass_on(client, STATS, sockets)
+        assert client.ended()
+        assert node.terminate() == 0
+
+
+def test_files_are_no_staging_whatever_they_are(node: NodeProcess, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(8192))
+    reader, writer = os.pipe()
+    descriptors = [
+        os.open(tmp_path / "file", os.O_RDWR),
+        os.open(tmp_path, os.O_RDONLY),
+        os.open("/proc/self/mem", os.O_RDWR),
+        os.open("/dev/zero", os.O_RDWR),
+        os.memfd_create("unsealed", os.MFD_ALLOW_SEALING),
+        reader,
+    ]
+    for descriptor in descriptors:
+        with raw(node) as client:
+            pass_on(client, encode_frame(messages.Stage(2).to_wire()), [descriptor])
+            assert client.ended()
+    os.close(writer)
+
+
+# -- staging
+
+
+def memfd(nbytes: int, seals: int = SEALS, filled_bytes: int = 0) -> int:
+    descriptor = os.memfd_create("attack", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, nbytes)
+    for offset in range(0, filled_bytes, MIB):
+        os.pwrite(descriptor, b"x" * min(MIB, filled_bytes - offset), offset)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def insert(nbytes: int, number: int = 2, offset: int = 0) -> messages.Insert:
+    header = TensorHeader("uint8", (nbytes,), nbytes).to_fields()
+    return messages.Insert(number, NAMESPACE, [key().text], [header], [offset], None, 0.0)
+
+
+def allocated_bytes(descriptor: int) -> int:
+    return os.fstat(descriptor).st_blocks * 512
+
+
+def resident_bytes(node: NodeProcess) -> int:
+    return int(Path(f"/proc/{node.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("filled_bytes", [0, 5 * MIB], ids=["empty", "with a hole"])
+@pytest.mark.parametrize("nbytes", [100, 2 * MIB, 32 * MIB])
+def test_holes_are_not_read(node: NodeProcess, nbytes: int, filled_bytes: int) -> None:
+    """To read one would allocate its page, on the node's account."""
+    descriptor = memfd(32 * MIB, filled_bytes=filled_bytes)
+    with raw(node) as client:
+        client.ask(messages.Stage(1), [descriptor])
+        before = allocated_bytes(descriptor)
+        client.send(insert(nbytes, offset=max(0, filled_bytes - 10) if nbytes < MIB * 32 else 0))
+        assert client.ended()
+        assert allocated_bytes(descriptor) == before
+    os.close(descriptor)
+
+
+def test_sparse_areas_of_many_connections_cost_nothing(node: NodeProcess) -> None:
+    node.stats()
+    before = resident_bytes(node)
+    for _ in range(6):
+        descriptor = memfd(2 * ARENA_BYTES)
+        with raw(node) as client:
+            client.ask(messages.Stage(1), [descriptor])
+            client.send(insert(32 * MIB))
+            assert client.ended()
+        os.close(descriptor)
+    assert resident_bytes(node) - before < 8 * MIB
+
+
+def test_an_area_whose_holes_could_be_punched_later_is_refused(node: NodeProcess) -> None:
+    for seals in (0, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK, SEALS & ~fcntl.F_SEAL_SHRINK):
+        descriptor = memfd(MIB, seals, filled_bytes=MIB)
+        with raw(node) as client:
+            client.send(messages.Stage(1), [descriptor])
+            assert client.ended()
+        os.close(descriptor)
+
+
+def test_what_idle_areas_keep_mapped_is_bounded(node: NodeProcess) -> None:
+    """Filled ones, of many connections of one session; each can be used again."""
+    node.stats()
+    before, area_bytes = resident_bytes(node), 16 * MIB
+    with ExitStack() as stack:
+        main = stack.enter_context(raw(node))
+        clients = []
+        for number in range(12):
+            client = stack.enter_context(raw(node, session=False))
+            client.ask(messages.Join(1, main.session))
+            descriptor = memfd(area_bytes, filled_bytes=area_bytes)
+            assert client.ask(messages.Stage(2), [descriptor]) == {"id": 2}
+            os.close(descriptor)
+            stored = client.ask(insert(area_bytes, number))
+            assert stored["results"][0]["outcome"] == "stored"
+            clients.append(client)
+        wait_until(lambda: resident_bytes(node) - before < ARENA_BYTES + ARENA_BYTES // 2, 5.0)
+        for number, client in enumerate(clients):
+            assert client.ask(insert(area_bytes, number))["results"][0]["outcome"] == "stored"
+        wait_until(lambda: resident_bytes(node) - before < ARENA_BYTES + ARENA_BYTES // 2, 5.0)
+
+
+def test_the_control_of_the_staging_attacks(node: NodeProcess) -> None:
+    """What a client does itself: an area of twice the size that it has filled so far."""
+    with raw(node) as client:
+        staging = Staging(32 * MIB)
+        staging.view[: 9 * MIB] = bytes(9 * MIB)
+        client.ask(messages.Stage(1), [staging.fd])
+        for nbytes in (100, 5 * MIB, 9 * MIB):
+            assert client.ask(insert(nbytes))["results"][0]["outcome"] == "stored"
+        staging.view[9 * MIB : 17 * MIB] = bytes(8 * MIB)
+        assert client.ask(insert(17 * MIB))["results"][0]["outcome"] == "stored"
+        client.send(insert(17 * MIB + 4097))
+        assert client.ended()
+        staging.close()
+
+
+# -- frames
+
+
+def test_a_large_frame_before_hello_is_refused_at_its_start(node: NodeProcess) -> None:
+    for number, nbytes in enumerate((4 << 20, 64 << 10)):
+        with raw(node, session=False) as client:
+            client.socket.sendall(struct.pack(">4sIQ", b"LB01", nbytes, 0))
+            assert client.ended(scaled(10.0))
+        # Not for its silence, which is no error.
+        assert node.stats().get("protocol_errors", 0) == number + 1
+
+
+def test_a_session_may_send_large_frames(node: NodeProcess) -> None:
+    """The control: as many keys as one request may have, on both kinds of connection."""
+    question = messages.Contains(3, NAMESPACE, [f"{n}".ljust(60, "x") for n in range(4000)], 0.0)
+    with raw(node) as main, raw(node, session=False) as other:
+        other.ask(messages.Join(2, main.session))
+        for client in (main, other):
+            frame = encode_frame(question.to_wire())
+            sending = threading.Thread(target=client.socket.sendall, args=[frame])
+            sending.start()
+            found = client.socket.recv(65536)
+            sending.join()
+            assert found
+
+
+# -- the log
+
+
+@pytest.mark.parametrize("text", ["\n2026-01-01 lookup-buffer ERROR: forged", "\x1b[2J", "\u202e"])
+def test_a_raw_key_forges_no_line_of_the_log(start_node: StartNode, text: str) -> None:
+    """A hand-off that is taken is logged with its key."""
+    node = start_node(log_level="info")
+    header = TensorHeader.of_none().to_fields()
+    name = f"k{text}@r"
+    with raw(node) as client, suppress(AssertionError, ConnectionError):
+        client.ask(messages.Insert(2, NAMESPACE, [name], [header], [0], 60.0, 1.0))
+        taken = client.ask(messages.Take(3, NAMESPACE, name, 1.0))
+        client.ask(messages.Acknowledge(4, taken["token"]))
+        wait_until(lambda: "hand-off taken" in node.log_text(), 5.0)
+    assert text not in node.log_text()
+
+
+def test_what_others_chose_stays_in_its_line_of_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever it is, and wherever it comes from."""
+    hostile = "k\n2026-01-01 lookup-buffer ERROR: forged \x1b[2J\u202e"
+    program = (
+        "import logging, sys\n"
+        "from lookup_buffer.runtime import start_log\n"
+        "start_log('info')\n"
+        "logging.getLogger('x').warning('one %s, and é', sys.argv[1])\n"
+        "try:\n    raise ValueError(sys.argv[1])\n"
+        "except ValueError:\n    logging.getLogger('x').exception('two')\n"
+    )
+    subprocess.run([sys.executable, "-c", program, hostile], check=True)
+    first, second, *trace = capfd.readouterr().err.splitlines()
+    assert first.endswith(
+        r"WARNING: one k\n2026-01-01 lookup-buffer ERROR: forged \x1b[2J\u202e, and é"
+    )
+    assert second.endswith("ERROR: two")
+    assert trace
+    assert all(line.startswith("    ") and line.isprintable() for line in trace)
+
+
+def test_many_clients_insert_and_read_as_before(node: NodeProcess) -> None:
+    """The control of all: the node that was attacked serves."""
+    with node.client() as client:
+        for nbytes in (0, 10, 100_000, 3 * MIB, 20 * MIB):
+            name, value = key(), tensor_of("x", nbytes)
+            client.insert(name, value)
+            found = client.select(name)
+            assert found is not None
+            assert found.equal(value)

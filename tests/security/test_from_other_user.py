@@ -1,0 +1,121 @@
+"""Another user of the node's host: what he places, listens at, and asks for."""
+
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from lookup_buffer.access import runtime_directory
+from lookup_buffer.dashboard.feed import WATCHERS_MAX
+from lookup_buffer.errors import ConfigError
+from nodes import NodeProcess, StartNode, wait_until
+from observing import Stream
+from other_user import OtherUser
+from servers import free_port
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory in which anyone may create files, as /tmp."""
+    with tempfile.TemporaryDirectory(prefix="lbt-") as name:
+        Path(name).chmod(0o1777)
+        yield Path(name)
+
+
+# -- files
+
+
+def test_a_link_at_the_runtime_directory_is_not_followed(shared: Path) -> None:
+    """To a directory of the victim, in which files would be written."""
+    target = shared / "target"
+    target.mkdir(mode=0o700)
+    link = shared / "lookup-buffer-0"
+    with OtherUser("os.symlink(*arguments); send(True)", str(target), str(link)) as other:
+        assert other.receive()
+    with pytest.raises(ConfigError, match="symbolic link"):
+        runtime_directory(link)
+    assert list(target.iterdir()) == []
+    assert runtime_directory(target) == target  # the control
+
+
+def test_a_link_of_ones_own_is_not_followed_either(shared: Path) -> None:
+    (shared / "target").mkdir(mode=0o700)
+    (shared / "link").symlink_to("target")
+    with pytest.raises(ConfigError, match="symbolic link"):
+        runtime_directory(shared / "link")
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "directory"])
+def test_a_node_replaces_only_a_socket(start_node: StartNode, shared: Path, kind: str) -> None:
+    path, precious = shared / "node.sock", shared / "precious"
+    precious.write_text("of great value")
+    if kind == "file":
+        precious.rename(path)
+    elif kind == "link":
+        path.symlink_to(precious)
+    else:
+        path.mkdir()
+    before = path.lstat()
+    node = NodeProcess(shared / "node", store_url="redis://127.0.0.1:1")
+    node.settings = node.settings.model_copy(update={"node_socket": path})
+    with pytest.raises(AssertionError, match="another kind of file"):
+        node.start()
+    assert path.lstat() == before
+    if kind != "directory":
+        assert path.read_text() == "of great value"
+
+
+def test_a_node_replaces_a_socket_and_removes_only_its_own(
+    start_node: StartNode, shared: Path
+) -> None:
+    path = shared / "node.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    node = NodeProcess(shared / "node", store_url="redis://127.0.0.1:1")
+    node.settings = node.settings.model_copy(update={"node_socket": path})
+    node.socket_path = path
+    node.start()
+    assert stat.S_ISSOCK(path.lstat().st_mode)
+    path.unlink()
+    path.write_text("of great value")
+    node.terminate()
+    assert path.read_text() == "of great value"
+
+
+# -- the dashboard
+
+WATCH = """
+streams = []
+for _ in range(2 * arguments[1]):
+    stream = socket.create_connection(("127.0.0.1", arguments[0]))
+    stream.sendall(b"GET /dashboard/stream HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
+    streams.append((stream, stream.recv(12)))
+send([status for _, status in streams])
+receive()
+"""
+
+
+def test_pages_of_another_user_lock_nobody_out(start_node: StartNode) -> None:
+    port = free_port()
+    node = start_node(http_listen=f"http://127.0.0.1:{port}")
+    with OtherUser(WATCH, port, WATCHERS_MAX) as other:
+        assert other.receive().count(b"HTTP/1.1 200") == WATCHERS_MAX
+        with ExitStack() as stack:
+            for _ in range(WATCHERS_MAX // 2):
+                stream = stack.enter_context(Stream(node))
+                assert stream.status == 200
+                assert stream.event("now")["node"] == node.node_id
+            with Stream(node) as more:
+                assert more.status == 503  # of two users each has half of the places
+        with OtherUser(WATCH, port, WATCHERS_MAX) as again:
+            again.receive()
+            wait_until(lambda: _is_open(node), 10.0)
+
+
+def _is_open(node: NodeProcess) -> bool:
+    with Stream(node) as stream:
+        return stream.status == 200
