@@ -363,11 +363,6 @@ class Server:
         for name, wanted in request.expects.items():
             if self.expects.get(name) == wanted:
                 continue
-            if name == "token":  # a digest: shown, it would help to guess a weak token
-                raise NodeRefused(
-                    "the node that runs here has another token, or none; "
-                    "give both the same token, or use another directory"
-                )
             raise NodeRefused(
                 f"the node that runs here has {name} = {self.expects.get(name)!r}, but this "
                 f"configuration has {wanted!r}; make them equal, or use another directory"

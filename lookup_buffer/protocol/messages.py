@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.protocol.fields import CHECKS, REPLY_CHECKS, is_count
 
-VERSION: Final = 10
+VERSION: Final = 11
 
 
 class InsertOutcome(Enum):
@@ -115,8 +115,8 @@ class Hello(Request):
 
     `seat` is [engine id, rank or None for the scheduler, world size, whether each tensor read saves
     it an encode, its device], or None for a client outside an engine. `expects` holds the values
-    that must be equal in the configurations of client and node (capacity, store, digest of the
-    token). A node with other values refuses the session; its error names both.
+    that must be equal in the configurations of client and node (capacity and store). A node with
+    other values refuses the session; its error names both.
     """
 
     op = "hello"

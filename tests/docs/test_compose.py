@@ -26,9 +26,11 @@ from deployment import (
     why_not_contained,
 )
 from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.config import parse_tcp
 from lookup_buffer.environment import parse_bytes
 from lookup_buffer.errors import NodeRefused
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.protocol.auth import Purpose, connect
 from nodes import MIB, ROOT, ClientProcess, key, tensor_of, wait_until
 from patience import scaled
 
@@ -183,8 +185,13 @@ def test_a_node_requires_its_tokens(stack: Stack) -> None:
     status, page = _ask(f"{url}/metrics", **bearer)
     assert status == 200
     assert 'node="node-a"' in page
-    with pytest.raises(NodeRefused, match="another token"):
-        _client(stack, "node-a", token=None)
+    host, _, port = Service("node-a").environment["LOOKUP_BUFFER_ADVERTISE"].rpartition(":")
+    address = stack.translated(service, f"{host}:{port}")
+    purpose = Purpose("tensors", address, "node-a")
+    with pytest.raises(NodeRefused, match="token"):
+        connect(*parse_tcp(address), token=None, timeout=10.0, purpose=purpose)
+    with connect(*parse_tcp(address), token=stack.secret("token"), timeout=10.0, purpose=purpose):
+        pass
 
 
 def test_doctor_finds_nothing_wrong(stack: Stack) -> None:

@@ -342,13 +342,12 @@ def running_stack(*names: str) -> Iterator[Stack]:
 
 
 def client_config(stack: Stack, service: Service) -> BufferConfig:
-    """What an engine beside this node has to say: the node's socket, store, capacity and token."""
+    """What an engine beside this node has to say: the node's socket, store and capacity."""
     given = stack.environment(service)
     return BufferConfig.of(
         {
             "node_socket": Path(given["LOOKUP_BUFFER_DIRECTORY"]) / "node.sock",
             "store_url": given["LOOKUP_BUFFER_STORE_URL"],
             "capacity_bytes": given["LOOKUP_BUFFER_CAPACITY_BYTES"],
-            "token": stack.secret("token"),
         }
     )

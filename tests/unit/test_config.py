@@ -1,7 +1,6 @@
 """Settings: each wrong one is refused by name, with its value and what is allowed."""
 
 import os
-import secrets
 from pathlib import Path
 
 import pytest
@@ -150,8 +149,10 @@ def test_settings_from_the_environment(
     config = BufferConfig.from_environment(node_id="from-caller", listen=None)
     assert config.capacity_bytes == 2 << 20
     assert config.node_id == "from-caller"
-    assert config.token is not None
-    assert config.token.get_secret_value() == SECRET
+    assert config.token is None
+    assert config.token_file == tmp_path / "token", "only the node reads it"
+    assert config.read_token() == SECRET
+    assert BufferConfig.from_environment(token=SECRET[::-1]).read_token() == SECRET[::-1]
 
 
 def test_a_wrong_environment_is_a_config_error(clean_environment: pytest.MonkeyPatch) -> None:
@@ -160,8 +161,14 @@ def test_a_wrong_environment_is_a_config_error(clean_environment: pytest.MonkeyP
         BufferConfig.from_environment()
     clean_environment.delenv("LOOKUP_BUFFER_CAPACITY_BYTES")
     clean_environment.setenv("LOOKUP_BUFFER_TOKEN_FILE", "/does/not/exist")
-    with pytest.raises(ConfigError, match="token"):
-        BufferConfig.from_environment()
+    with pytest.raises(ConfigError, match="'token_file', /does/not/exist, cannot be read"):
+        BufferConfig.from_environment().read_token()
+
+
+def test_a_token_is_given_in_one_way() -> None:
+    for name in ("token", "http_token"):
+        with pytest.raises(ConfigError, match=f"set only one of '{name}' and '{name}_file'"):
+            BufferConfig.of({name: SECRET, f"{name}_file": "/run/secrets/token"})
 
 
 def test_an_empty_variable_counts_as_unset(clean_environment: pytest.MonkeyPatch) -> None:
@@ -203,10 +210,8 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_clients_and_nodes_compare_shared_settings() -> None:
     base = BufferConfig(capacity_bytes=1 << 20)
     assert base.expectations() == BufferConfig(capacity_bytes=1 << 20).expectations()
-    token = secrets.token_hex(16)
     for other in (
         BufferConfig(capacity_bytes=2 << 20),
         BufferConfig(capacity_bytes=1 << 20, store_url="redis://other"),
-        BufferConfig(capacity_bytes=1 << 20, token=token),
     ):
         assert base.expectations() != other.expectations()
