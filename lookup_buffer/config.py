@@ -40,7 +40,7 @@ from lookup_buffer.environment import parse_bytes, read_secret, settings_of_envi
 from lookup_buffer.errors import ConfigError
 from store import redact
 from store.schemes import is_foreign
-from store.url import SCHEMES
+from store.url import SCHEMES, parse
 
 GIB = 1 << 30
 YEAR_SECONDS = 366 * 86_400.0
@@ -377,9 +377,11 @@ def explain(
 
 
 def _store_identity(url: str) -> str:
-    """`url` without credentials; equal for equal stores."""
+    """Where the store is, without credentials; equal for equal stores."""
+    if url == EMBEDDED:
+        return url
     if not is_foreign(url):
-        return redact(url)
+        return parse(url).place
     rest = url.partition("://")[2].partition("?")[0]
     place = rest.rpartition("@")[2]  # without user and password, which the digest would betray
     return f"{redact(url)} ({hashlib.sha256(place.encode()).hexdigest()[:8]})"

@@ -215,3 +215,18 @@ def test_clients_and_nodes_compare_shared_settings() -> None:
         BufferConfig(capacity_bytes=1 << 20, store_url="redis://other"),
     ):
         assert base.expectations() != other.expectations()
+
+
+def test_a_client_needs_no_user_of_its_nodes_store() -> None:
+    """It never calls the store; where that is has to be the same."""
+
+    def place(url: str) -> object:
+        return BufferConfig(store_url=url).expectations()["store_url"]
+
+    assert place("redis://me:secret@host/0") == place("redis://host:6379")
+    assert place("redis://me:secret@host/0") == place("rediss://host?ssl_ca_certs=/ca.pem")
+    assert place("unix:///run/s?db=1") != place("unix:///run/s")
+    others = ["redis://host", "redis://host/1", "redis://host:1", "redis-sentinel://host/name",
+              "redis-sentinel://host/other", "redis-cluster://host"]  # fmt: skip
+    assert len({place(url) for url in others}) == len(others)
+    assert "secret" not in str(place("redis://me:secret@host/0"))
