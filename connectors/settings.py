@@ -2,15 +2,14 @@
 
 `ConnectorSettings` are those in `ec_connector_extra_config`. `kv_connector_extra_config` shares
 `SharedSettings` with them. The buffer's own settings keep their names (`store_url`,
-`capacity_bytes`, `node_socket`, ...; see `BufferConfig`). Parsing is pure, except that it reads the
-files with secrets.
+`capacity_bytes`, `node_socket`, ...; see `BufferConfig`). Parsing is pure, except that it checks
+the files of the store's passwords.
 
 `validate_engine` refuses engines that the connector cannot serve, and says what to do instead.
 Scheduler and workers call it at start, before the weights are loaded.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -26,13 +25,11 @@ from lookup_buffer.config import (
     guard_listener,
     setting_advice,
 )
-from lookup_buffer.environment import read_secret
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.protocol.fields import SECONDS_MAX
 from store import redact
 from store.schemes import may_hold_password
 
-SECRET_FILES = {f"{name}_file": name for name in SECRETS}
 _PRINTED = "vLLM prints its settings at start, so a secret must not be one; allowed"
 _WITHOUT_US = "start this engine without --ec-transfer-config"
 
@@ -44,10 +41,6 @@ class SharedSettings(BufferConfig):
 
     required: bool = False
     """Whether the engine refuses to start when node or store cannot be reached."""
-    token_file: Path | None = None
-    """File with the fleet's token, instead of `token`."""
-    http_token_file: Path | None = None
-    """File with the token for `/metrics`, instead of `http_token`."""
     weights_version: str = Field(default="", max_length=256)
     """A name for the weights, for when their content cannot be read. Change it when the weights
     change in place."""
@@ -116,7 +109,8 @@ class ConnectorSettings(SharedSettings):
     def _guarded_lane(self) -> "ConnectorSettings":
         if self.device_lane != "off" and self.device_lane_host is not None:
             advice = setting_advice("token")
-            guard_listener("'device_lane_host'", self.device_lane_host, advice, self.token)
+            token = self.token or self.token_file
+            guard_listener("'device_lane_host'", self.device_lane_host, advice, token)
         return self
 
 
@@ -132,16 +126,11 @@ def parse_as(kind: type[Settings], raw: Mapping[str, Any], where: str) -> Settin
         ConfigError: one line that names the first wrong setting, its value (unless it is a secret)
             and what is allowed; for an unknown name, the most similar known one.
     """
-    secrets: dict[str, str] = {}
-    for file_setting, name in SECRET_FILES.items():
+    for name in SECRETS:
         if raw.get(name) is not None:
-            raise ConfigError(f"setting {name!r} is (hidden); {_PRINTED}: {file_setting!r}")
-        if file_setting in BufferConfig.model_fields:
-            continue  # the node reads it, at each connect
-        if isinstance(path := raw.get(file_setting), str | Path):
-            secrets[name] = read_secret(Path(path), f"the file of setting {file_setting!r}")
+            raise ConfigError(f"setting {name!r} is (hidden); {_PRINTED}: '{name}_file'")
     try:
-        settings = kind(**(dict(raw) | secrets))
+        settings = kind(**raw)
     except ValidationError as error:
         raise explain(error, kind, raw) from None
     except TypeError as error:  # a key that is no string cannot be a keyword argument

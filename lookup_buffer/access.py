@@ -1,4 +1,5 @@
-"""Access to the metadata store: URL, passwords, timeout; and the node's runtime directory.
+"""Access to the metadata store: URL, passwords, timeout; the node's runtime directory, and the
+token of nodes to which none is given.
 
 `StoreAccess` is the store part of `BufferConfig`. A command that only queries the store needs no
 more. Such a command takes 0.2 s, as long as an import of pydantic would, so this module must not
@@ -8,8 +9,11 @@ of an embedded store. Any thread; starts none.
 
 import os
 import re
+import secrets
 import stat
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -52,6 +56,38 @@ def runtime_directory(named: Path | None) -> Path:
     return path
 
 
+def user_token() -> str:
+    """The token of all nodes of this user on this host to which none is given. The first who asks
+    makes it, in the user's default directory, whatever the `directory` of his node: nodes of one
+    user find each other's.
+
+    Raises:
+        ConfigError: it cannot be made or read.
+    """
+    try:
+        path = runtime_directory(None) / "token"
+        if not path.exists():
+            _make_secret(path)
+        return read_secret(path, "the token of this user's nodes")
+    except (OSError, ConfigError) as error:
+        raise ConfigError(
+            f"no 'token_file' is set, and this user's nodes cannot share a token: {error}"
+        ) from error
+
+
+def _make_secret(path: Path) -> None:
+    """Write a random word to a new file of mode 0600. Of several processes at once one succeeds,
+    and no other reads a part of it."""
+    descriptor, draft = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        os.unlink(draft)
+
+
 def _default_directory() -> Path:
     base = Path(f"/run/user/{os.getuid()}")
     if base.is_dir() and os.access(base, os.W_OK):
@@ -67,6 +103,8 @@ PASSWORDS: Final = (
     ("store_sentinel_password", "store_sentinel_password_file"),
 )
 """Ways to give the same password, of which one may be used."""
+TOKENS: Final = (("token", "token_file"), ("http_token", "http_token_file"))
+"""The same, for a node's tokens."""
 _IMPORT_PATH: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _SETTINGS: Final = (
     "store_url", *PASSWORDS[0], *PASSWORDS[1], "store_timeout_seconds", "directory",
@@ -212,9 +250,10 @@ class StoreAccess:
 
 
 def override(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` with those that are `given`. A password given in one way replaces one given in
+    """`settings` with those that are `given`. A secret given in one way replaces one given in
     another way."""
-    replaced = {name for ways in PASSWORDS if given.keys() & set(ways) for name in ways}
+    ways = (*PASSWORDS, *TOKENS)
+    replaced = {name for names in ways if given.keys() & set(names) for name in names}
     return {name: settings[name] for name in settings if name not in replaced} | dict(given)
 
 

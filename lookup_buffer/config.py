@@ -29,16 +29,18 @@ from lookup_buffer.access import (
     EMBEDDED,
     TIMEOUT_SECONDS,
     TIMEOUT_SECONDS_MAX,
+    TOKENS,
     StoreAccess,
     check_store_url,
     override,
     runtime_directory,
+    user_token,
 )
-from lookup_buffer.environment import parse_bytes, settings_of_environment
+from lookup_buffer.environment import parse_bytes, read_secret, settings_of_environment
 from lookup_buffer.errors import ConfigError
 from store import redact
 from store.schemes import is_foreign
-from store.url import SCHEMES
+from store.url import SCHEMES, parse
 
 GIB = 1 << 30
 YEAR_SECONDS = 366 * 86_400.0
@@ -112,12 +114,17 @@ class BufferConfig(BaseModel):
     advertise: str | None = None
     """Address that the node publishes to other nodes; none: the address of `listen`."""
     token: SecretStr | None = None
-    """Secret that the nodes of a fleet share; needed to listen beyond loopback."""
+    """Secret that the nodes of a fleet share; needed to listen beyond loopback. Without it nodes of
+    one user on one host share one that they make, see `user_token`."""
+    token_file: Path | None = None
+    """File with that secret, which the node reads at its start; its clients never do."""
     http_listen: str | None = None
     """Address of `/metrics` and `/healthz`, as `http://127.0.0.1:7731`; none: not served."""
     http_token: SecretStr | None = None
     """Secret that readers of `/metrics` send as `Authorization: Bearer`; needed to serve it beyond
     loopback. Use another secret than `token`, which gives access to tensors."""
+    http_token_file: Path | None = None
+    """File with that secret, which the node reads at its start."""
     record_ttl_seconds: float = Field(default=1800.0, ge=3, le=YEAR_SECONDS)
     """How long Redis keeps a record that its node no longer renews."""
     handoff_lease_seconds: float = Field(default=10.0, gt=0, le=600)
@@ -134,7 +141,9 @@ class BufferConfig(BaseModel):
     def _known_store(cls, value: str) -> str:
         return check_store_url(value)
 
-    @field_validator("store_password_file", "store_sentinel_password_file")
+    @field_validator(
+        "store_password_file", "store_sentinel_password_file", "token_file", "http_token_file"
+    )
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.absolute()  # a node runs in /
@@ -180,14 +189,18 @@ class BufferConfig(BaseModel):
     def _guarded(self) -> "BufferConfig":
         if self.http_listen is not None:
             host, _ = parse_http(self.http_listen)
-            guard_listener("'http_listen'", host, setting_advice("http_token"), self.http_token)
+            token = self.http_token or self.http_token_file
+            guard_listener("'http_listen'", host, setting_advice("http_token"), token)
         host, _ = parse_tcp(self.listen)
-        guard_listener("'listen'", host, setting_advice("token"), self.token)
+        guard_listener("'listen'", host, setting_advice("token"), self.token or self.token_file)
         if host in WILDCARDS and self.advertise is None:
             raise ValueError(
                 f"'listen' is {self.listen!r}, to which no peer can connect; set 'advertise' to an "
                 "address of this host, as tcp://10.0.0.7:7730"
             )
+        for secret, file in TOKENS:
+            if getattr(self, secret) is not None and getattr(self, file) is not None:
+                raise ValueError(f"set only one of {secret!r} and {file!r}")
         self.store_access().check_passwords()
         return self
 
@@ -207,8 +220,8 @@ class BufferConfig(BaseModel):
     def from_environment(cls, **overrides: Any) -> "BufferConfig":
         """Settings from `LOOKUP_BUFFER_<NAME>` variables; `overrides` that are not None win.
 
-        `LOOKUP_BUFFER_<NAME>_FILE` names a file that holds the value instead, as for `token`. Those
-        of the store's passwords are settings of their own, since they are read at each connect.
+        `LOOKUP_BUFFER_<NAME>_FILE` names a file that holds the value instead. Those of secrets are
+        settings of their own, since the node reads them.
         """
         given = {name: value for name, value in overrides.items() if value is not None}
         return cls.of(override(settings_of_environment(cls.model_fields), given))
@@ -240,6 +253,31 @@ class BufferConfig(BaseModel):
             self.store_sentinel_password_file,
             self.store_credential_provider,
         )
+
+    def read_token(self) -> str:
+        """The secret that this node shares with others. For processes that authenticate.
+
+        Raises:
+            ConfigError: its file cannot be read, or holds what is easy to guess.
+        """
+        return self._secret("token") or user_token()
+
+    def read_http_token(self) -> str | None:
+        """The secret of those who read `/metrics`. Raises as `read_token`."""
+        return self._secret("http_token")
+
+    def check_files(self) -> None:
+        """Raises ConfigError: a TLS option of the store's URL, the credential provider or the file
+        of `http_token` cannot be used."""
+        self.store_access().check_files()
+        self.read_http_token()
+
+    def _secret(self, name: str) -> str | None:
+        settings = {name: getattr(self, name), f"{name}_file": None}
+        if file := getattr(self, f"{name}_file"):
+            settings[name] = read_secret(file, f"the file of setting '{name}_file'")
+        checked: SecretStr | None = getattr(BufferConfig.of(settings), name)
+        return checked.get_secret_value() if checked else None
 
     def expectations(self) -> dict[str, str | int]:
         """The settings that must be equal for a client and its node; compared when a session
@@ -341,9 +379,11 @@ def explain(
 
 
 def _store_identity(url: str) -> str:
-    """`url` without credentials; equal for equal stores."""
+    """Where the store is, without credentials; equal for equal stores."""
+    if url == EMBEDDED:
+        return url
     if not is_foreign(url):
-        return redact(url)
+        return parse(url).place
     rest = url.partition("://")[2].partition("?")[0]
     place = rest.rpartition("@")[2]  # without user and password, which the digest would betray
     return f"{redact(url)} ({hashlib.sha256(place.encode()).hexdigest()[:8]})"

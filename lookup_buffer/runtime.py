@@ -121,7 +121,7 @@ def _start(config: BufferConfig, directory: Path, path: Path, deadline: float) -
         )
     starter.communicate(to_json(config).encode())
     while not _accepts_connections(path):
-        if time.monotonic() >= deadline:
+        if starter.returncode or time.monotonic() >= deadline:
             tail = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
             raise NodeUnavailable(f"the node did not start; the end of {log}: {tail}")
         time.sleep(POLL_SECONDS)

@@ -80,6 +80,17 @@ class StoreUrl:
     def tls(self) -> bool:
         return self.scheme.partition("-")[0] in _TLS_PRODUCTS
 
+    @property
+    def place(self) -> str:
+        """What names the store: its servers and database. Users and options may differ between
+        those who use it, as may TLS: a port has it or not."""
+        if self.path:
+            return f"unix://{self.path}?db={self.database}"
+        scheme = f"redis-{self.topology}".removesuffix("-standalone")
+        hosts = ",".join(f"{host}:{port}" for host, port in self.hosts)
+        names = [self.service, str(self.database)] if self.service else [str(self.database)]
+        return f"{scheme}://{hosts}/{'/'.join(names)}"
+
     def with_passwords(
         self,
         password: str | None,

@@ -38,7 +38,6 @@ class WorkerDeviceLane:
     ) -> None:
         from lookup_buffer.device.lane import DeviceLane
 
-        config = settings.buffer_config()
         self._lane: DeviceLane = DeviceLane(
             settings.device_lane,
             device=device,
@@ -46,7 +45,7 @@ class WorkerDeviceLane:
             receives=loads,
             offers=stores,
             host=settings.device_lane_host or parse_tcp(settings.listen)[0],
-            token=config.token.get_secret_value() if config.token else None,
+            token=settings.read_token(),
         )
 
     def join(self, buffer: "LookupBuffer") -> None:

@@ -35,6 +35,9 @@ class KvSettings(SharedSettings):
     """Tokens of one chunk, the unit of storing and loading; rounded up to whole blocks."""
     store_generated: bool = True
     """Whether the KV of generated tokens is stored too, for prompts that continue an answer."""
+    behind_router: bool = False
+    """Whether a router stands before this engine and it alone sets `kv_transfer_params`. Otherwise
+    an end user could: they are ignored then, because a hand-off is never evicted."""
     handoff_wait_seconds: float = Field(default=5.0, ge=0, le=600)
     """How long a request waits for the hand-off of another engine; then its KV is computed here."""
     save_queue_bytes: Bytes = Field(default=4 * GIB, ge=0)

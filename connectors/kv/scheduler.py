@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from connectors.counters import Counters
+from connectors.counters import Counters, RateLimitedLog
 from connectors.identifiers import Adapters, NotShareable
 from connectors.kv.chunks import ChunkChain, key_of
 from connectors.kv.engine import KvShape
@@ -62,6 +62,7 @@ class KvScheduler:
         self._shape = shape
         self.counters = counters or Counters()
         self._clock = clock
+        self._log = RateLimitedLog(clock=clock)
         self._adapters = Adapters(encode=shape.adapters_encode)
         self._requests: dict[str, KvRequest] = {}
         self._ended: dict[str, KvRequest] = {}
@@ -111,11 +112,24 @@ class KvScheduler:
                 self.counters.add(f"skipped:{reason}")
                 chain = None
             state = self._requests[request.request_id] = KvRequest(request, chain)
-            if chain is not None and self._shape.is_producer:
-                state.outgoing = outgoing_id(request)
-            if chain is not None and self._shape.is_consumer:
-                state.incoming = incoming_id(request)
+            if chain is not None:
+                self._set_handoffs(state)
         return state
+
+    def _set_handoffs(self, state: KvRequest) -> None:
+        """The hand-offs that the request asks for, if a router may have asked."""
+        outgoing = outgoing_id(state.request) if self._shape.is_producer else ""
+        incoming = incoming_id(state.request) if self._shape.is_consumer else ""
+        if self._settings.behind_router:
+            state.outgoing, state.incoming = outgoing, incoming
+        elif outgoing or incoming:
+            self.counters.add("handoff_refused")
+            self._log.report(
+                "handoff_refused",
+                "kv_transfer_params of a request are ignored: any client can send them; set "
+                "'behind_router' if a router stands before this engine and passes on none but its "
+                "own",
+            )
 
     def _request_chunks(self, state: KvRequest, computed: int) -> bool:
         """Request the chunks that a request lacks, as many as the budget allows; False if it allows

@@ -73,6 +73,11 @@ FAMILIES: Final = (
         {"handoff_sent": "out", "handoff_received": "in"},
     ),
     Family(
+        "vllm:lookup_buffer_kv_handoffs_refused",
+        "Requests whose kv_transfer_params were ignored, because behind_router is off.",
+        events={"handoff_refused": ""},
+    ),
+    Family(
         "vllm:lookup_buffer_kv_copied_early",
         "Chunks that the model's thread copied itself because vLLM reused their blocks.",
         events={"copied_early": ""},

@@ -40,7 +40,7 @@ def fleet_checks(store: BlockingStore, config: "BufferConfig") -> Iterator[Check
         yield ok("fleet", f"nodes alive: {len(alive)}")
     if infos:
         yield _versions_check(infos)
-        yield from _peer_checks(infos, config.token.get_secret_value() if config.token else None)
+        yield from _peer_checks(infos, config)
         yield from address_checks(config, infos)
 
 
@@ -51,11 +51,12 @@ def _versions_check(infos: Sequence[NodeInfo]) -> Check:
     return ok("versions", f"of all nodes: {found}")
 
 
-def _peer_checks(infos: Sequence[NodeInfo], token: str | None) -> Iterator[Check]:
+def _peer_checks(infos: Sequence[NodeInfo], config: "BufferConfig") -> Iterator[Check]:
     """Whether nodes are reachable at the endpoints that they publish, and accept this token.
 
-    `token` is this configuration's. Each node is tried from this host, as another node would do it.
+    Each node is tried from this host, as another node would do it.
     """
+    token = config.read_token()
     tried = sorted(infos, key=lambda info: info.node)[:TRIED_MAX]
     unreached, refusing = [], []
     for info in tried:
@@ -67,7 +68,8 @@ def _peer_checks(infos: Sequence[NodeInfo], token: str | None) -> Iterator[Check
             why = getattr(error, "strerror", None) or str(error)
             unreached.append(f"{info.node} at {info.endpoint} ({why})")
     yield _ports_check(unreached, len(tried))
-    yield _token_check(refusing, len(tried) - len(unreached), token)
+    is_set = config.token is not None or config.token_file is not None
+    yield _token_check(refusing, len(tried) - len(unreached), is_set=is_set)
 
 
 def _ports_check(unreached: Sequence[str], tried: int) -> Check:
@@ -81,11 +83,11 @@ def _ports_check(unreached: Sequence[str], tried: int) -> Check:
     )
 
 
-def _token_check(refusing: Sequence[str], reached: int, token: str | None) -> Check:
+def _token_check(refusing: Sequence[str], reached: int, *, is_set: bool) -> Check:
     if not refusing:
         return ok("token", f"nodes that accept this configuration's: {reached}")
     found = f"refused by {named(refusing)}"
-    if token is None:  # this host's nodes may have one that this configuration lacks
+    if not is_set:  # this host's nodes may have one that this configuration lacks
         return warn(
             "token", f"{found}; none is set here", "set LOOKUP_BUFFER_TOKEN_FILE to test it"
         )
@@ -97,7 +99,7 @@ def _token_check(refusing: Sequence[str], reached: int, token: str | None) -> Ch
     )
 
 
-def _try_handshake(info: NodeInfo, token: str | None) -> None:
+def _try_handshake(info: NodeInfo, token: str) -> None:
     """Connect to the node and do the handshake.
 
     Raises:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _AGE = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(s|m|min|h|d)?")
 _AGE_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+SECRET_FILES: Final = (
+    "store_password_file", "store_sentinel_password_file", "token_file", "http_token_file",
+)  # fmt: skip
 FILE: Final = click.Path(path_type=Path)
 
 store_url: Final = click.option(
@@ -86,8 +89,6 @@ def store_access(
 def configure(
     *,
     config_file: Path | None = None,
-    token_file: Path | None = None,
-    http_token_file: Path | None = None,
     **settings: Any,
 ) -> "BufferConfig":
     """The configuration. A value of None in `settings` means that the option was not given.
@@ -99,11 +100,7 @@ def configure(
     from lookup_buffer.config import BufferConfig
 
     refuse_password("--store-url", settings.get("store_url"))
-    for name, file in (("token", token_file), ("http_token", http_token_file)):
-        if file is not None:
-            option = f"--{name.replace('_', '-')}-file"
-            settings[name] = read_secret(file, f"the file of {option}")
-    for name in ("store_password_file", "store_sentinel_password_file"):
+    for name in SECRET_FILES:
         _check_secret(name, settings.get(name))
     given = {name: value for name, value in settings.items() if value is not None}
     merged = override(_read_settings(config_file) if config_file is not None else {}, given)

@@ -97,8 +97,6 @@ if TYPE_CHECKING:
 )
 def serve(
     config: Path | None,
-    token_file: Path | None,
-    http_token_file: Path | None,
     idle_exit_seconds: float | None,
     **options: Any,
 ) -> None:
@@ -108,8 +106,6 @@ def serve(
     """
     settings = configure(
         config_file=config,
-        token_file=token_file,
-        http_token_file=http_token_file,
         **options,
         idle_exit_seconds=idle_exit_seconds,
     )

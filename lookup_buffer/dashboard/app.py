@@ -8,6 +8,7 @@ Runs on the loop of the dashboard's process (`main`).
 import asyncio
 import hmac
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from functools import partial
 from importlib.resources import files
@@ -52,6 +53,8 @@ HEADERS: Final = {
     "Connection": "close",
 }
 """Of every answer."""
+_HOST: Final = re.compile(r"(?:\[([0-9a-f:]+)\]|([^][:]*))(?::[0-9]*)?")
+"""The header `Host`: an IPv6 address in brackets or a name, and perhaps a port."""
 _log = logging.getLogger(__name__)
 
 Page = Callable[[Request], Awaitable[Response]]
@@ -189,11 +192,12 @@ class Guard:
         """Without a token only requests for a loopback host name are answered: otherwise a web
         page whose own name resolves to 127.0.0.1 could make its visitor's browser read this
         node. Requests by pages of other sites are refused except for files: they could not read
-        the answer, but would cause work."""
+        the answer, but would cause work. No browser sends `Origin` for a page that reads its
+        own site."""
         if path in self._file_paths:
             if self._token is not None:
                 return None
-        elif headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        elif headers.get("sec-fetch-site") in ("cross-site", "same-site") or "origin" in headers:
             return line(403, "requests from pages of other sites are refused")
         if self._token is None:
             if is_loopback(_name(headers.get("host", "localhost").lower())):
@@ -215,7 +219,6 @@ def _request_bytes(scope: Scope) -> int:
 
 
 def _name(host: str) -> str:
-    """The name or address in the header `Host`, without its port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
+    """The name or address in the header `Host`, without its port; "" if that is not all it says."""
+    found = _HOST.fullmatch(host)
+    return "" if found is None else found[1] or found[2]

@@ -58,9 +58,11 @@ async def serve(start: Start, config: BufferConfig) -> None:
         return access.open_async(access.actual_url(), CALL_SECONDS_MIN, name=name)
 
     feed = Feed(start.node, open_store)
-    token = config.http_token.get_secret_value() if config.http_token else None
     app = make_app(
-        NodeView(Path(start.socket_path)), Exposition(start.node, start.node_pid), feed, token
+        NodeView(Path(start.socket_path)),
+        Exposition(start.node, start.node_pid),
+        feed,
+        config.read_http_token(),
     )
     await run(server_of(app), feed, socket.socket(fileno=start.listener))
 

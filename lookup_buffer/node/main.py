@@ -179,7 +179,7 @@ class Node:
 
     def __init__(self, config: BufferConfig, *, ends_when_idle: bool) -> None:
         """Raises ConfigError if a configured address, file, package or provider cannot be used."""
-        config.store_access().check_files()
+        config.check_files()
         self._config = config
         self._ends_when_idle = ends_when_idle
         self._tasks = Tasks()
@@ -189,7 +189,7 @@ class Node:
         self._loop = loop = asyncio.SelectorEventLoop(self._selector)
         self._arena = arena = Arena(config.capacity_bytes, self._changed)
         self._pools = Pools(arena)
-        token = config.token.get_secret_value() if config.token else None
+        token = config.read_token()
         handoffs = Handoffs(loop, arena, counters, config.handoff_lease_seconds)
         self._askers = Askers(loop, handoffs, counters)
         self._peers = PeerServer(loop, arena, counters, token, self._missed, self._askers)
@@ -393,6 +393,7 @@ def main() -> None:
     detach = "--detach" in sys.argv[1:]
     try:
         config = BufferConfig.of(_settings(sys.stdin.read()))
+        config.read_token()  # also in Node, but here whoever starts it gets the exit code at once
     except ConfigError as error:
         sys.stderr.write(f"lookup-buffer: {error}\n")
         sys.exit(2)

@@ -115,8 +115,8 @@ class Hello(Request):
 
     `seat` is [engine id, rank or None for the scheduler, world size, whether each tensor read saves
     it an encode, its device], or None for a client outside an engine. `expects` holds the values
-    that must be equal in the configurations of client and node (capacity, store, digest of the
-    token). A node with other values refuses the session; its error names both.
+    that must be equal in the configurations of client and node (capacity and store). A node with
+    other values refuses the session; its error names both.
     """
 
     op = "hello"

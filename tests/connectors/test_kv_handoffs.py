@@ -29,7 +29,7 @@ def handed_over(engine: Engine, asked: Request) -> None:
 
 
 def test_the_producer_stores_the_hand_off_in_the_step_that_completes_the_prompt() -> None:
-    engine = Engine(role="producer")
+    engine = Engine(role="producer", behind_router=True)
     asked = request(do_remote_decode=True, transfer_id="id")
     assert engine.side.matched(asked, 0) == (0, False)
     blocks = engine.allocate(asked, 0, PROMPT)
@@ -46,7 +46,7 @@ def test_the_producer_stores_the_hand_off_in_the_step_that_completes_the_prompt(
 
 
 def test_a_request_that_ends_before_its_prompt_is_computed_stores_no_hand_off() -> None:
-    engine = Engine(role="producer")
+    engine = Engine(role="producer", behind_router=True)
     asked = request(do_remote_decode=True)
     engine.side.matched(asked, 0)
     engine.start(asked, engine.allocate(asked, 0, PROMPT), CHUNK)
@@ -54,7 +54,7 @@ def test_a_request_that_ends_before_its_prompt_is_computed_stores_no_hand_off() 
 
 
 def test_the_consumer_takes_all_pieces_and_computes_one_token() -> None:
-    engine = Engine(role="consumer")
+    engine = Engine(role="consumer", behind_router=True)
     asked = request(**transfer_params("id"))
     assert engine.side.matched(asked, 0) == (None, False), "not there yet"
     handed_over(engine, asked)
@@ -72,7 +72,7 @@ def test_the_consumer_takes_all_pieces_and_computes_one_token() -> None:
 
 
 def test_pieces_that_vllm_has_are_taken_too() -> None:
-    engine = Engine(role="consumer")
+    engine = Engine(role="consumer", behind_router=True)
     asked = request(**transfer_params("id"))
     handed_over(engine, asked)
     own = CHUNK + BLOCK
@@ -88,7 +88,7 @@ def test_pieces_that_vllm_has_are_taken_too() -> None:
 
 def test_a_hand_off_that_was_never_stored_is_computed_after_the_wait() -> None:
     """A second request with one id is the same: what was handed over is gone."""
-    engine = Engine(role="consumer", handoff_wait_seconds=5.0)
+    engine = Engine(role="consumer", behind_router=True, handoff_wait_seconds=5.0)
     asked = request(**transfer_params("id"))
     engine.know(asked, [0])
     questions = 0
@@ -101,7 +101,7 @@ def test_a_hand_off_that_was_never_stored_is_computed_after_the_wait() -> None:
 
 
 def test_the_node_gets_no_unnecessary_requests() -> None:
-    engine = Engine(role="consumer")
+    engine = Engine(role="consumer", behind_router=True)
     asked = request(**transfer_params("id"))
     for _ in range(100):
         engine.side.matched(asked, 0)
@@ -110,7 +110,7 @@ def test_the_node_gets_no_unnecessary_requests() -> None:
 
 
 def test_after_a_piece_was_lost_the_prompt_is_computed() -> None:
-    engine = Engine(role="consumer")
+    engine = Engine(role="consumer", behind_router=True)
     asked = request(**transfer_params("id"))
     handed_over(engine, asked)
     engine.side.matched(asked, 0)
@@ -121,11 +121,11 @@ def test_after_a_piece_was_lost_the_prompt_is_computed() -> None:
 
 
 def test_roles_do_not_mix() -> None:
-    engine = Engine(role="producer")
+    engine = Engine(role="producer", behind_router=True)
     asked = request(**transfer_params("id"))
     handed_over(engine, asked)
     assert engine.side.matched(asked, 0) == (0, False)
-    engine = Engine(role="consumer")
+    engine = Engine(role="consumer", behind_router=True)
     asked = request(do_remote_decode=True)
     engine.side.matched(asked, 0)
     assert not engine.start(asked, engine.allocate(asked, 0, PROMPT), PROMPT).saves

@@ -100,7 +100,7 @@ def test_encoder_outputs_are_shared_once_the_weights_are_hashed(
 
 
 def test_kv_is_shared_once_the_weights_are_hashed(start: Start) -> None:
-    engine = Engine(client_over=start.client_over)
+    engine = Engine(client_over=start.client_over, behind_router=True)
     before = Request("before", CHUNKS)
     engine.know(before, [0, 1])
     handed = Request("handed", CHUNKS, seed=7)

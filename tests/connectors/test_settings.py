@@ -46,9 +46,15 @@ def test_sizes_as_people_write_them() -> None:
         ({"record_ttl_seconds": "inf"}, ["'record_ttl_seconds'", "inf", "allowed"]),
         ({"idle_exit_seconds": 1e308}, ["'idle_exit_seconds'", "1e+308", "allowed"]),
         ({"capacity_bytes": "9" * 400}, ["'capacity_bytes'", "999", "allowed"]),
-        ({"token_file": "x" * 5000}, ["'token_file'", "xxx", "cannot be read: File name too long"]),
+        (
+            {"store_password_file": "x" * 5000},
+            ["'store_password_file'", "xxx", "cannot be read: File name too long"],
+        ),
         ({"required": "perhaps"}, ["'required'", "'perhaps'", "allowed"]),
-        ({"token_file": "/no/such"}, ["'token_file'", "/no/such", "cannot be read: No such file"]),
+        (
+            {"store_password_file": "/no/such"},
+            ["'store_password_file'", "/no/such", "cannot be read: No such file"],
+        ),
         ({"token": "s"}, ["'token'", "vLLM prints", "'token_file'"]),
         ({"store_password": "s"}, ["'store_password'", "vLLM prints", "'store_password_file'"]),
         ({"store_url": "redis://u:s@h"}, ["'store_url'", "vLLM prints", "'store_password_file'"]),
@@ -97,8 +103,9 @@ def test_secrets_from_files(tmp_path: Path) -> None:
     password.write_text("pa55\n")
     settings = parse_settings({"token_file": str(token), "store_password_file": str(password)})
     config = settings.buffer_config()
-    assert config.token is not None
-    assert config.token.get_secret_value() == "s3cr3t-s3cr3t-s3cr3t"
+    assert config.token is None
+    assert config.token_file == token, "the node reads it, at its start"
+    assert config.read_token() == "s3cr3t-s3cr3t-s3cr3t"
     assert config.store_password is None
     assert config.store_password_file == password, "the node reads it, at each connect"
     for text in (repr(settings), repr(config), str(config)):
@@ -107,10 +114,12 @@ def test_secrets_from_files(tmp_path: Path) -> None:
 
 
 def test_empty_secret_file_is_refused(tmp_path: Path) -> None:
-    empty = tmp_path / "token"
+    empty = tmp_path / "secret"
     empty.touch()
-    with pytest.raises(ConfigError, match=r"'token_file', .*token, is empty"):
-        parse_settings({"token_file": str(empty)})
+    with pytest.raises(ConfigError, match=r"'store_password_file', .*secret, is empty"):
+        parse_settings({"store_password_file": str(empty)})
+    with pytest.raises(ConfigError, match=r"'token_file', .*secret, is empty"):
+        parse_settings({"token_file": str(empty)}).read_token()
 
 
 def test_settings_do_not_change() -> None:

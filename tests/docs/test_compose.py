@@ -3,11 +3,13 @@
 import json
 import re
 import shutil
+import socket
 import subprocess
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -17,6 +19,7 @@ import jsonschema
 import pytest
 
 from deployment import (
+    TLS,
     Service,
     Stack,
     client_config,
@@ -26,16 +29,20 @@ from deployment import (
     why_not_contained,
 )
 from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.config import parse_tcp
 from lookup_buffer.environment import parse_bytes
 from lookup_buffer.errors import NodeRefused
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.protocol.auth import Purpose, connect
 from nodes import MIB, ROOT, ClientProcess, key, tensor_of, wait_until
 from patience import scaled
+from servers import redis_executable, user_rule
 
 pytestmark = pytest.mark.processes
 
 SERVICES = sorted(document()["services"])
 SCRAPED_SECONDS = 60.0
+FOR_PIPES = ("&lb:pipe:*", "+subscribe", "+pubsub|numsub")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +81,7 @@ def test_it_is_valid() -> None:
     schema = json.loads((ROOT / "tests/docs/compose-spec.json").read_text())
     checker = jsonschema.Draft7Validator(schema)
     checker.validate(document())
+    checker.validate(document(TLS))
     broken = document() | {"services": {"node-a": {"mem_limits": "1g"}}}
     assert not checker.is_valid(broken)
 
@@ -105,7 +113,13 @@ def test_a_service_has_only_the_rights_that_it_needs(name: str) -> None:
     assert service["restart"] == "unless-stopped"
     assert service["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL")
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
-    assert re.search(r":(local|v?\d+\.\d+[\w.-]*)$", service["image"]), "a version, never `latest`"
+    tag = re.search(r":(local|v?\d+\.\d+[\w.-]*)$", Service(name).image)
+    assert tag, "a version, never `latest`"
+    variable = re.match(r"\$\{(\w+):-", service["image"])
+    if tag[1] != "local":  # else it is built here
+        assert variable
+        pinned = f"registry.example/image:1@sha256:{'a' * 64}"
+        assert Service(name, {variable[1]: pinned}).image == pinned
     secret = [name for name in Service(name).environment if re.search("PASSWORD|TOKEN", name)]
     assert all(name.endswith("_FILE") for name in secret)
 
@@ -125,6 +139,10 @@ def test_every_mount_exists_and_every_secret_is_made(tmp_path: Path) -> None:
         made = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
         assert len(set(made.values())) == len(made)
     assert {Path(each["file"]).name for each in document()["secrets"].values()} == set(made)
+    shutil.copy(ROOT / "deploy/make-certificates", tmp_path)
+    subprocess.run([tmp_path / "make-certificates"], check=True, timeout=scaled(30))
+    both = {path.name for path in (tmp_path / "secrets").iterdir()}
+    assert {Path(each["file"]).name for each in document(TLS)["secrets"].values()} == both
     assert {mode := path.stat().st_mode & 0o777 for path in (tmp_path / "secrets").iterdir()} == {
         0o444
     }, mode
@@ -158,20 +176,47 @@ def test_two_nodes_share_a_tensor(stack: Stack) -> None:
         assert got.equal(tensor)
 
 
-def test_the_store_requires_its_password(stack: Stack) -> None:
+def test_the_store_requires_a_password(stack: Stack) -> None:
+    """A node has that of a user who can touch nodes' keys only; people have the other one."""
     service = Service("valkey")
     host = stack.translated(service, "127.0.0.1")
-    said = [
-        subprocess.run(
-            ["valkey-cli", "-h", host, "dbsize"], capture_output=True, text=True,
+
+    def said(*words: str, secret: str | None = None) -> str:
+        password = {} if secret is None else {"REDISCLI_AUTH": stack.secret(secret)}
+        return subprocess.run(
+            ["valkey-cli", "-h", host, *words], capture_output=True, text=True,
             timeout=scaled(30), env=stack.environment(service) | password, check=False,
-        ).stdout
-        for password in ({}, {"REDISCLI_AUTH": stack.secret("store_password")})
-    ]  # fmt: skip
-    assert said[0].startswith("NOAUTH")
-    assert int(said[1]) > 0
-    words = Path(f"/proc/{stack.pid('valkey')}/cmdline").read_bytes()
-    assert stack.secret("store_password").encode() not in words
+        ).stdout  # fmt: skip
+
+    node = ("--user", "lookup-buffer")
+    assert said("dbsize").startswith("NOAUTH")
+    assert int(said("dbsize", secret="store_admin_password")) > 0
+    assert "node-a" in said(*node, "hgetall", "lb:nodes", secret="store_password")
+    for words in (("flushall",), ("config", "get", "dir"), ("acl", "list"), ("get", "another")):
+        assert said(*node, *words, secret="store_password").startswith("NOPERM"), words
+    wrong = said("ping", secret="store_password")
+    assert "PONG" not in wrong, "the node's password is not that of `default`"
+    command = Path(f"/proc/{stack.pid('valkey')}/cmdline").read_bytes()
+    for name in ("store_password", "store_admin_password"):
+        assert stack.secret(name).encode() not in command
+        assert (name in document()["services"]["node-a"]["secrets"]) == (name == "store_password")
+
+
+def test_the_user_of_the_nodes_is_the_documented_one() -> None:
+    """Without what pipes alone need."""
+    documented = [word for word in user_rule("PASSWORD") if word not in FOR_PIPES]
+    for overlay in (None, TLS):
+        (rule,) = re.findall(
+            r"^user lookup-buffer (.+)$", Service("valkey", overlay=overlay).command[-1], re.M
+        )
+        words = rule.replace("$(cat /run/secrets/store_password)", "PASSWORD").split()
+        assert words == documented
+
+
+def test_an_engine_has_no_secret_of_the_fleet() -> None:
+    for name in ("replica-a", "replica-b", "encoder", "consumer"):
+        assert "secrets" not in document()["services"][name]
+        assert not re.search("password|token", " ".join(Service(name).command), re.I)
 
 
 def test_a_node_requires_its_tokens(stack: Stack) -> None:
@@ -183,8 +228,13 @@ def test_a_node_requires_its_tokens(stack: Stack) -> None:
     status, page = _ask(f"{url}/metrics", **bearer)
     assert status == 200
     assert 'node="node-a"' in page
-    with pytest.raises(NodeRefused, match="another token"):
-        _client(stack, "node-a", token=None)
+    host, _, port = Service("node-a").environment["LOOKUP_BUFFER_ADVERTISE"].rpartition(":")
+    address = stack.translated(service, f"{host}:{port}")
+    purpose = Purpose("tensors", address, "node-a")
+    with pytest.raises(NodeRefused, match="token"):
+        connect(*parse_tcp(address), token=None, timeout=10.0, purpose=purpose)
+    with connect(*parse_tcp(address), token=stack.secret("token"), timeout=10.0, purpose=purpose):
+        pass
 
 
 def test_doctor_finds_nothing_wrong(stack: Stack) -> None:
@@ -264,6 +314,45 @@ def _end(server: ThreadingHTTPServer, thread: Thread) -> None:
     server.shutdown()
     server.server_close()
     thread.join(10.0)
+
+
+# -- with TLS
+
+
+@pytest.fixture
+def encrypted() -> Iterator[Stack]:
+    """Valkey and a node, by both files. The server is Debian's Redis: the wheel's has no TLS."""
+    program = redis_executable()
+    stack = Stack(TLS)
+    server = stack.base / "bin/valkey-server"
+    server.unlink()
+    server.symlink_to(program)
+    script = shutil.copy(ROOT / "deploy/make-certificates", stack.base / "deploy")
+    names = [f"IP:{stack.addresses['valkey']}"]
+    subprocess.run([script, *names], check=True, timeout=scaled(30))
+    (stack.base / "deploy/secrets").chmod(0o755)  # as in `deployment`
+    try:
+        for name in ("valkey", "node-a"):
+            stack.start(name, contained=why_not_contained() is None)
+            stack.wait_healthy(name)
+        yield stack
+    finally:
+        stack.end()
+
+
+def test_with_tls_no_byte_to_the_store_is_in_clear(encrypted: Stack) -> None:
+    """An engine of this file, which does not know of it, is served."""
+    address = (encrypted.addresses["valkey"], 6379)
+    with socket.create_connection(address, timeout=10.0) as plain:
+        plain.sendall(b"PING\r\n")
+        with suppress(ConnectionResetError):
+            assert b"PONG" not in plain.recv(100)
+    done = encrypted.execute("node-a", ["lookup-buffer", "nodes"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "node-a" in done.stdout
+    with _client(encrypted, "node-a") as engine:
+        engine.insert(key(), tensor_of("t", MIB))
+        assert engine.stats()["store_up"] == 1
 
 
 # -- contained

@@ -38,6 +38,7 @@ DOCUMENTS = (
     "docs/pipes.md",
     "docs/redis-keys.md",
     "docs/scale.md",
+    "docs/security.md",
     "docs/stores.md",
     "docs/torture.md",
     "docs/tour.md",

@@ -19,6 +19,7 @@ from deployment import Service, Stack, running_stack
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.environment import ENVIRONMENT_PREFIX, parse_bytes
 from nodes import MIB, ROOT, wait_until
+from store.url import parse
 
 FOLDER = ROOT / "deploy/kubernetes"
 POD = "lookup-buffer-x7k2p"
@@ -110,9 +111,9 @@ def test_services_and_policies_select_their_pods() -> None:
 def test_engine_and_node_agree() -> None:
     """What a node compares when an engine connects, and where the engine searches the node."""
     node, engine = _environment(), _engine_settings()
-    assert engine["store_url"] == node["LOOKUP_BUFFER_STORE_URL"]
+    place = parse(engine["store_url"]).place
+    assert place == parse(node["LOOKUP_BUFFER_STORE_URL"]).place
     assert engine["capacity_bytes"] == node["LOOKUP_BUFFER_CAPACITY_BYTES"]
-    assert engine["token_file"] == node["LOOKUP_BUFFER_TOKEN_FILE"] == SECRETS + "token"
     assert engine["node_socket"] == node["LOOKUP_BUFFER_DIRECTORY"] + "/node.sock"
     paths = [
         volume["hostPath"]["path"]
@@ -122,9 +123,35 @@ def test_engine_and_node_agree() -> None:
     ]
     assert len(set(paths)) == 1
     assert PODS["vllm"]["securityContext"]["runAsUser"] == NODE["securityContext"]["runAsUser"]
-    del engine["token_file"]  # it does not exist here
     engine["capacity_bytes"] = "1GiB"  # nor that much memory, perhaps
     parse_settings(engine)
+
+
+def test_each_pod_has_the_secrets_that_it_needs() -> None:
+    has = {
+        name: {
+            item["key"]
+            for volume in pod["volumes"]
+            for item in volume.get("secret", {}).get("items", [])
+        }
+        for name, pod in PODS.items()
+    }
+    assert has == {
+        "lookup-buffer": {"token", "http_token", "store_password"},
+        "valkey": {"store_password", "store_admin_password"},
+        "vllm": set(),
+    }
+
+
+def test_nodes_and_valkey_call_no_others() -> None:
+    """By policies, and as far as the cluster enforces them."""
+    node, valkey = (OBJECTS["NetworkPolicy", name]["spec"] for name in ("nodes", "valkey"))
+    for spec in (node, valkey):
+        assert spec["policyTypes"] == ["Ingress", "Egress"]
+    assert valkey["egress"] == []
+    ports = [[port["port"] for port in rule["ports"]] for rule in node["egress"]]
+    assert ports == [["tensors"], ["redis"], [53, 53]]
+    assert all(rule["to"] for rule in node["egress"]), "an empty list is everybody"
 
 
 def test_no_probe_restarts_a_node() -> None:

@@ -35,11 +35,8 @@ def stack() -> Iterator[Stack]:
     yield from running_stack("valkey", "node-a", "node-b")
 
 
-def _client(stack: Stack, name: str, token: str | None = None) -> LookupBuffer:
-    config = client_config(stack, Service(name))
-    if token is not None:
-        config = type(config)(**{**dict(config), "token": token})
-    return LookupBuffer(config, Namespace.named("drills"))
+def _client(stack: Stack, name: str) -> LookupBuffer:
+    return LookupBuffer(client_config(stack, Service(name)), Namespace.named("drills"))
 
 
 def _said(stack: Stack, name: str, *words: str) -> tuple[int, str]:
@@ -146,7 +143,9 @@ def _redis_stops(stack: Stack, pair: Pair) -> None:
 
 
 def _valkey(stack: Stack, command: str) -> str:
-    words = f"REDISCLI_AUTH=$(cat /run/secrets/store_password) valkey-cli -h 127.0.0.1 {command}"
+    words = (
+        f"REDISCLI_AUTH=$(cat /run/secrets/store_admin_password) valkey-cli -h 127.0.0.1 {command}"
+    )
     translated = stack.translated(Service("valkey"), words)
     return stack.execute("valkey", ["/bin/sh", "-c", translated]).stdout.strip()
 
@@ -257,13 +256,13 @@ def test_the_password_of_the_store_is_rotated(stack: Stack) -> None:
         before = TensorKey("before")
         here.insert(before, tensor_of("before", MIB))
         _known(there, before)
-        assert "`ACL SETUSER default >new-password`" in DOCUMENT
-        assert _valkey(stack, "acl setuser default '>new-password'") == "OK"
+        assert "`ACL SETUSER lookup-buffer >new-password`" in DOCUMENT
+        assert _valkey(stack, "acl setuser lookup-buffer '>new-password'") == "OK"
         old = stack.secret("store_password")
         _rewrite(stack, "store_password", "new-password")
         assert _said(stack, "node-a", "doctor")[0] == 0
-        assert "`ACL SETUSER default <old-password`" in DOCUMENT
-        assert _valkey(stack, f"acl setuser default '<{old}'") == "OK"
+        assert "`ACL SETUSER lookup-buffer <old-password`" in DOCUMENT
+        assert _valkey(stack, f"acl setuser lookup-buffer '<{old}'") == "OK"
         assert "`CLIENT KILL TYPE normal`" in DOCUMENT
         assert int(_valkey(stack, "client kill type normal")) > 0
         after = TensorKey("after")

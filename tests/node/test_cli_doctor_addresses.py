@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from command_line import beating, boot_of, run_json
+from lookup_buffer.access import user_token
 from lookup_buffer.errors import PipeError
 from lookup_buffer.node.reachability import LINKS_MAX
 from lookup_buffer.protocol.auth import Purpose, connect
@@ -114,7 +115,7 @@ def a_link(node: NodeProcess, store: BlockingStore) -> Iterator[FramedSocket]:
     info = store.node_infos([node.node_id])[node.node_id]
     host, _, port = info.endpoint.removeprefix("tcp://").rpartition(":")
     purpose = Purpose("reachability", info.endpoint, info.node, info.boot)
-    link = connect(host, int(port), token=None, timeout=scaled(5.0), purpose=purpose)
+    link = connect(host, int(port), token=user_token(), timeout=scaled(5.0), purpose=purpose)
     with link:
         yield link
 

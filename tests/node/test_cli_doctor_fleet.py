@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from command_line import beating, boot_of, run_json
+from lookup_buffer.access import user_token
 from lookup_buffer.cli.check_store import clock_check
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.protocol.acceptor import Acceptor, listening_socket
@@ -42,10 +43,11 @@ def a_node(
 @contextmanager
 def a_peer(token: str | None = None) -> Iterator[int]:
     """The port of a listener that greets as a node does."""
+    known = token or user_token()
 
     def greet(stream: socket.socket) -> None:
         with suppress(LookupBufferError):
-            accept_handshake(stream, token=token, timeout=5.0, accepts=lambda _: "").close()
+            accept_handshake(stream, token=known, timeout=5.0, accepts=lambda _: "").close()
 
     listener, shown = listening_socket("127.0.0.1", 0)
     thread = threading.Thread(target=Acceptor(8).serve, args=(listener, greet))

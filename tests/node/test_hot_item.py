@@ -19,6 +19,7 @@ READERS = 6
 
 READER = """
 import asyncio, hashlib
+from lookup_buffer.access import user_token
 from lookup_buffer.node.links import TENSORS, dial
 from store import Location
 
@@ -39,7 +40,7 @@ async def run():
     loop = asyncio.get_running_loop()
     links = []
     for _ in range(connections):
-        links.append((await dial(loop, location, endpoint, TENSORS, None)).framed())
+        links.append((await dial(loop, location, endpoint, TENSORS, user_token())).framed())
     send("connected")
     await asyncio.to_thread(receive)
     answers = await asyncio.gather(*(asyncio.to_thread(read, link) for link in links))

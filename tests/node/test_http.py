@@ -35,7 +35,9 @@ def node(module_nodes: StartNode) -> NodeProcess:
 
 @pytest.fixture(scope="module")
 def guarded(module_nodes: StartNode) -> NodeProcess:
-    return module_nodes(http_listen=f"http://127.0.0.1:{free_port()}", http_token=TOKEN)
+    node = module_nodes(http_listen=f"http://127.0.0.1:{free_port()}", http_token=TOKEN)
+    wait_until(lambda: get(node, "/healthz")[0] == 200, 10.0, "the node joins")
+    return node
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import MissingTensor, NodeRefused, PipeError, ProtocolError
 from lookup_buffer.key import TensorKey
@@ -62,10 +61,12 @@ def test_its_socket_is_its_users_alone(start_node: StartNode) -> None:
     assert stat.S_IMODE(node.socket_path.parent.stat().st_mode) == 0o700
 
 
-def test_no_secret_is_on_its_command_line_or_in_its_log(start_node: StartNode) -> None:
+def test_no_secret_is_on_its_command_line_or_in_its_log(
+    start_node: StartNode, valkey_server: EmbeddedServer
+) -> None:
     node = start_node(token=TOKEN)
     with pytest.raises(NodeRefused):
-        LookupBuffer(node.config.model_copy(update={"token": None}))
+        reader_of(node, valkey_server, "another")
     with open(f"/proc/{node.pid}/cmdline") as line, open(f"/proc/{node.pid}/environ") as environ:
         shown = line.read() + environ.read() + node.log_text()
     assert TOKEN not in shown

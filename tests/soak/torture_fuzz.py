@@ -320,7 +320,8 @@ class NodeTarget(Target):
             end = chance.choice([*GARBAGE, encode_frame(request(chance, OWNER_KINDS))])
         self.last.append(b"".join([*frames, end]))
         try:
-            link = request_handshake(stream, token=None, timeout=ANSWER_SECONDS, purpose=purpose)
+            token = self.node.settings.read_token()
+            link = request_handshake(stream, token=token, timeout=ANSWER_SECONDS, purpose=purpose)
         except PipeError:  # a busy node drops handshakes that take too long
             return 1, ""
         try:

@@ -31,6 +31,7 @@ from patience import scaled
 from servers import valkey_executable
 
 COMPOSE = ROOT / "docker-compose.yml"
+TLS = ROOT / "deploy/tls.yml"
 HEALTHY_SECONDS = scaled(120.0)
 STOP_SECONDS = scaled(60.0)
 SECRETS = "/run/secrets"
@@ -63,10 +64,23 @@ exec "$@"
 
 
 @cache
-def document() -> dict[str, Any]:
-    """docker-compose.yml with its anchors and merges resolved."""
+def document(overlay: Path | None = None) -> dict[str, Any]:
+    """docker-compose.yml with its anchors and merges resolved, and with `overlay` on top of it."""
     loaded: dict[str, Any] = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))
+    if overlay is not None:
+        merge(loaded, yaml.safe_load(overlay.read_text(encoding="utf-8")))
     return loaded
+
+
+def merge(under: dict[str, Any], over: dict[str, Any]) -> None:
+    """As compose does: mappings are merged, lists are joined, commands are replaced."""
+    for name, value in over.items():
+        if isinstance(value, dict) and name in under:
+            merge(under[name], value)
+        elif isinstance(value, list) and name in under and name not in ("command", "test"):
+            under[name] = [*under[name], *value]
+        else:
+            under[name] = value
 
 
 def _stage(target: str) -> str:
@@ -102,11 +116,16 @@ class Service:
 
     name: str
     variables: dict[str, str] = field(default_factory=dict)
+    overlay: Path | None = None
 
     @property
     def raw(self) -> dict[str, Any]:
-        found: dict[str, Any] = document()["services"][self.name]
+        found: dict[str, Any] = document(self.overlay)["services"][self.name]
         return found
+
+    @property
+    def image(self) -> str:
+        return self._text(self.raw["image"])
 
     @property
     def command(self) -> list[str]:
@@ -140,7 +159,8 @@ class Service:
 class Stack:
     """The table, and the processes. Not thread-safe; `end` ends all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, overlay: Path | None = None) -> None:
+        self._overlay = overlay
         # Short, for the path of a unix socket is bounded; and open, for services have other users.
         self.base = Path(tempfile.mkdtemp(prefix="lbd-"))
         self.base.chmod(0o755)
@@ -160,6 +180,9 @@ class Stack:
         subprocess.run([script], check=True, timeout=scaled(30))
         # A container sees only the files, not the folder that keeps others out here.
         (self.base / "deploy/secrets").chmod(0o755)
+
+    def service(self, name: str) -> Service:
+        return Service(name, overlay=self._overlay)
 
     def secret(self, name: str) -> str:
         return (self.base / "deploy/secrets" / name).read_text()
@@ -215,7 +238,7 @@ class Stack:
         return given | {"PATH": f"{self.base}/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 
     def start(self, name: str, *, contained: bool = False) -> None:
-        service = Service(name)
+        service = self.service(name)
         writable = self.prepare(service)
         command = [self.translated(service, word) for word in service.command]
         if contained:
@@ -231,7 +254,7 @@ class Stack:
 
     def healthy(self, name: str) -> bool:
         """What the service's own health check says."""
-        service = Service(name)
+        service = self.service(name)
         command = [self.translated(service, word) for word in service.health_command]
         try:
             done = subprocess.run(
@@ -256,7 +279,7 @@ class Stack:
 
     def execute(self, name: str, command: list[str]) -> "subprocess.CompletedProcess[str]":
         """As `docker compose exec` does: another process beside the service's own."""
-        service = Service(name)
+        service = self.service(name)
         if why_not_contained() is None:
             command = containing(command, service.user, self.prepare(service))
         return subprocess.run(
@@ -342,13 +365,12 @@ def running_stack(*names: str) -> Iterator[Stack]:
 
 
 def client_config(stack: Stack, service: Service) -> BufferConfig:
-    """What an engine beside this node has to say: the node's socket, store, capacity and token."""
+    """What an engine beside this node has to say: the node's socket, store and capacity."""
     given = stack.environment(service)
     return BufferConfig.of(
         {
             "node_socket": Path(given["LOOKUP_BUFFER_DIRECTORY"]) / "node.sock",
-            "store_url": given["LOOKUP_BUFFER_STORE_URL"],
+            "store_url": stack.translated(service, "redis://valkey:6379/0"),
             "capacity_bytes": given["LOOKUP_BUFFER_CAPACITY_BYTES"],
-            "token": stack.secret("token"),
         }
     )

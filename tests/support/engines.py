@@ -434,6 +434,7 @@ def kv_connector(node: NodeProcess, role: str = "kv_both", **extra: Any) -> dict
             "node_socket": str(config.socket_path()),
             "capacity_bytes": config.capacity_bytes,
             "chunk_tokens": CHUNK,
+            "behind_router": True,
             "handoff_wait_seconds": HANDOFF_SECONDS,
             "fetch_wait_seconds": KV_FETCH_WAIT_SECONDS,
             **extra,

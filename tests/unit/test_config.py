@@ -1,7 +1,6 @@
 """Settings: each wrong one is refused by name, with its value and what is allowed."""
 
 import os
-import secrets
 from pathlib import Path
 
 import pytest
@@ -150,8 +149,10 @@ def test_settings_from_the_environment(
     config = BufferConfig.from_environment(node_id="from-caller", listen=None)
     assert config.capacity_bytes == 2 << 20
     assert config.node_id == "from-caller"
-    assert config.token is not None
-    assert config.token.get_secret_value() == SECRET
+    assert config.token is None
+    assert config.token_file == tmp_path / "token", "only the node reads it"
+    assert config.read_token() == SECRET
+    assert BufferConfig.from_environment(token=SECRET[::-1]).read_token() == SECRET[::-1]
 
 
 def test_a_wrong_environment_is_a_config_error(clean_environment: pytest.MonkeyPatch) -> None:
@@ -160,8 +161,14 @@ def test_a_wrong_environment_is_a_config_error(clean_environment: pytest.MonkeyP
         BufferConfig.from_environment()
     clean_environment.delenv("LOOKUP_BUFFER_CAPACITY_BYTES")
     clean_environment.setenv("LOOKUP_BUFFER_TOKEN_FILE", "/does/not/exist")
-    with pytest.raises(ConfigError, match="token"):
-        BufferConfig.from_environment()
+    with pytest.raises(ConfigError, match="'token_file', /does/not/exist, cannot be read"):
+        BufferConfig.from_environment().read_token()
+
+
+def test_a_token_is_given_in_one_way() -> None:
+    for name in ("token", "http_token"):
+        with pytest.raises(ConfigError, match=f"set only one of '{name}' and '{name}_file'"):
+            BufferConfig.of({name: SECRET, f"{name}_file": "/run/secrets/token"})
 
 
 def test_an_empty_variable_counts_as_unset(clean_environment: pytest.MonkeyPatch) -> None:
@@ -210,3 +217,18 @@ def test_clients_and_nodes_compare_shared_settings() -> None:
         assert base.expectations() != other.expectations()
     with_token = BufferConfig(capacity_bytes=1 << 20, token=secrets.token_hex(16))
     assert with_token.expectations() == base.expectations(), "a digest lets a token be guessed"
+
+
+def test_a_client_needs_no_user_of_its_nodes_store() -> None:
+    """It never calls the store; where that is has to be the same."""
+
+    def place(url: str) -> object:
+        return BufferConfig(store_url=url).expectations()["store_url"]
+
+    assert place("redis://me:secret@host/0") == place("redis://host:6379")
+    assert place("redis://me:secret@host/0") == place("rediss://host?ssl_ca_certs=/ca.pem")
+    assert place("unix:///run/s?db=1") != place("unix:///run/s")
+    others = ["redis://host", "redis://host/1", "redis://host:1", "redis-sentinel://host/name",
+              "redis-sentinel://host/other", "redis-cluster://host"]  # fmt: skip
+    assert len({place(url) for url in others}) == len(others)
+    assert "secret" not in str(place("redis://me:secret@host/0"))
