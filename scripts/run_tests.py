@@ -39,7 +39,14 @@ REDIS_PY_OLDEST = "6.4.0"
 PART_SECONDS = 360.0
 """A part is to take three minutes on an idle machine."""
 USUAL = "not alone and not gpu and not part"
-ONLY_PROCESSES = ["tests/network", "tests/node", "tests/soak", "tests/store", "tests/vllm"]
+ONLY_PROCESSES = [
+    "tests/network",
+    "tests/node",
+    "tests/security",
+    "tests/soak",
+    "tests/store",
+    "tests/vllm",
+]
 """Folders in which each test starts processes."""
 IMPORT_VLLM = [
     "tests/connectors",

@@ -78,6 +78,7 @@ from lookup_buffer.node.devices import Lanes, Pools
 from lookup_buffer.node.handoffs import Askers, Handoffs
 from lookup_buffer.node.http import HttpProcess
 from lookup_buffer.node.insert import Inserts
+from lookup_buffer.node.links import Credentials
 from lookup_buffer.node.locate import LOOK_AGAIN_SECONDS, POLL_SECONDS, Locator, Waiting
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.peers import PeerServer
@@ -88,6 +89,7 @@ from lookup_buffer.node.server import Server
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takes import Owners, Takes
 from lookup_buffer.node.transfer import Fetcher
+from lookup_buffer.protocol.tls import Tls
 from lookup_buffer.runtime import LOG_FORMAT, lock
 from lookup_buffer.shm.index import IS_ORDERED, WITHOUT_ORDER, RemoteIndex
 from lookup_buffer.times import DEATH_CHECK_SECONDS
@@ -183,10 +185,10 @@ class Node:
         self._loop = loop = asyncio.SelectorEventLoop(self._selector)
         self._arena = arena = Arena(config.capacity_bytes, self._changed)
         self._pools = Pools(arena)
-        token = config.token.get_secret_value() if config.token else None
+        credentials = _credentials(config)
         handoffs = Handoffs(loop, arena, counters, config.handoff_lease_seconds)
         self._askers = Askers(loop, handoffs, counters)
-        self._peers = PeerServer(loop, arena, counters, token, self._missed, self._askers)
+        self._peers = PeerServer(loop, arena, counters, credentials, self._missed, self._askers)
         held_claims = HeldClaims(loop)
         self.identity = identity = self._listen_to_peers()
         self._http = None if config.http_listen is None else HttpProcess(config.http_listen)
@@ -197,14 +199,14 @@ class Node:
         self._lacks_mirror = not self._storage.has_mirror()
         mirrored = config.mirror and not self._lacks_mirror
         self._locator = Locator(loop, self._storage, directory, self._remote_index, mirrored)
-        self._reachability = Reachability(loop, identity, directory, token, counters)
-        self._fetcher = Fetcher(loop, arena, counters, token)
+        self._reachability = Reachability(loop, identity, directory, credentials, counters)
+        self._fetcher = Fetcher(loop, arena, counters, credentials)
         self._registrar = Registrar(
             loop, self._storage, arena, directory, identity, counters, config.record_ttl_seconds,
             held_claims, self._pools,
             lambda reports: self._announcements.handle_reports(reports),
         )  # fmt: skip
-        self._owners = Owners(loop, directory, token)
+        self._owners = Owners(loop, directory, credentials)
         self._announcements = Announcements(
             loop, arena, handoffs, self._locator, directory, self._owners, identity,
             self._registrar, counters,
@@ -363,6 +365,13 @@ def serve(config: BufferConfig, *, ends_when_idle: bool) -> int:
         sys.stderr.write(f"lookup-buffer: {error}\n")
         return 2
     return 0
+
+
+def _credentials(config: BufferConfig) -> Credentials:
+    """Raises ConfigError: a file of TLS cannot be used."""
+    token = config.token.get_secret_value() if config.token else None
+    files, node = config.tls_files(), config.node_id
+    return Credentials(token, Tls(files, node) if files and node else None)
 
 
 def _allow_descriptors() -> None:

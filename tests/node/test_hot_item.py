@@ -19,7 +19,7 @@ READERS = 6
 
 READER = """
 import asyncio, hashlib
-from lookup_buffer.node.links import TENSORS, dial
+from lookup_buffer.node.links import TENSORS, Credentials, dial
 from store import Location
 
 node, boot, generation, endpoint, namespace, key, connections, reads = receive()
@@ -39,7 +39,7 @@ async def run():
     loop = asyncio.get_running_loop()
     links = []
     for _ in range(connections):
-        links.append((await dial(loop, location, endpoint, TENSORS, None)).framed())
+        links.append((await dial(loop, location, endpoint, TENSORS, Credentials())).framed())
     send("connected")
     await asyncio.to_thread(receive)
     answers = await asyncio.gather(*(asyncio.to_thread(read, link) for link in links))

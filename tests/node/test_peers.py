@@ -15,7 +15,7 @@ from lookup_buffer.node import peers
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Askers, Handoffs
-from lookup_buffer.node.links import HANDOFFS, TENSORS, dial
+from lookup_buffer.node.links import HANDOFFS, TENSORS, Credentials, dial
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.reachability import Reachability
@@ -42,12 +42,14 @@ class Bench:
         handoffs = Handoffs(self.loop, self.arena, self.counters, lease_seconds=30.0)
         self.askers = Askers(self.loop, handoffs, self.counters)
         self.server = PeerServer(
-            self.loop, self.arena, self.counters, TOKEN, lambda _: None, self.askers
+            self.loop, self.arena, self.counters, Credentials(TOKEN), lambda _: None, self.askers
         )
         self.endpoint = self.server.listen("tcp://127.0.0.1:0")
         self.location = Location(node, "boot", 1, 1)
         identity, directory = Identity(node, "boot", self.endpoint), Directory(node)
-        self.reachability = Reachability(self.loop, identity, directory, TOKEN, self.counters)
+        self.reachability = Reachability(
+            self.loop, identity, directory, Credentials(TOKEN), self.counters
+        )
         self.server.start(identity, directory, self.reachability)
 
     def insert(self, key: str, nbytes: int) -> int:
@@ -59,7 +61,9 @@ class Bench:
         return item.generation
 
     async def reader(self) -> FramedSocket:
-        return (await dial(self.loop, self.location, self.endpoint, TENSORS, TOKEN)).framed()
+        return (
+            await dial(self.loop, self.location, self.endpoint, TENSORS, Credentials(TOKEN))
+        ).framed()
 
     def pins(self) -> int:
         return self.arena.gauges().pins
@@ -270,7 +274,9 @@ def test_a_handshake_that_is_passed_on_is_refused() -> None:
         async with relay(bench.endpoint, []) as forged_location:
             for role in (TENSORS, HANDOFFS):
                 with pytest.raises(NodeRefused, match="node node-b listens here"):
-                    await dial(bench.loop, bench.location, forged_location, role, TOKEN)
+                    await dial(
+                        bench.loop, bench.location, forged_location, role, Credentials(TOKEN)
+                    )
         assert not bench.server._readers
         assert not bench.askers
 

@@ -23,7 +23,7 @@ from patience import slowness
 if TYPE_CHECKING:
     from types import FrameType
 
-FOLDERS = {"network", "node", "store", "soak", "vllm"}
+FOLDERS = {"network", "node", "security", "store", "soak", "vllm"}
 """Each of their tests is taken for one that starts processes."""
 STARTED_BY = {
     "node_pair",
