@@ -51,6 +51,8 @@ def certificates(folder: Path, nodes: tuple[str, ...], days: int) -> None:
                 ExitCode.USAGE,
             )
     try:
+        import cryptography  # noqa: F401 -- before anything is written
+
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         authority = Authority.of(folder)
         for node in nodes:
