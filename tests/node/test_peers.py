@@ -1,7 +1,6 @@
 """The places of a node for readers of others, and the order of its answers; plain and by TLS."""
 
 import asyncio
-import datetime
 import time
 from collections.abc import Callable
 from functools import partial
@@ -9,11 +8,9 @@ from functools import partial
 import pytest
 
 import peer_servers
-from lookup_buffer.cli.certificates import Authority
-from lookup_buffer.config import TlsFiles
 from lookup_buffer.node import peers
 from lookup_buffer.node.links import Credentials
-from lookup_buffer.protocol.tls import Tls
+from node_certificates import Files
 from patience import scaled
 from peer_servers import MIB, NAMESPACE, TOKEN, Bench, Test, answered
 
@@ -24,9 +21,7 @@ Runs = Callable[[Test], None]
 def on_a_loop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     tls = None
     if request.param == "tls":
-        folder = tmp_path_factory.mktemp("tls")
-        files = Authority.of(folder).certify("node-b", folder, datetime.timedelta(days=1))
-        tls = Tls(TlsFiles(*files, folder / "authority.pem"), "node-b")
+        tls = Files(tmp_path_factory.mktemp("tls") / "files").tls("node-b")
     return partial(peer_servers.on_a_loop, credentials=Credentials(TOKEN, tls))
 
 

@@ -6,6 +6,7 @@ import logging
 import shutil
 import socket
 import ssl
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 
 from command_line import run, run_json
-from lookup_buffer.cli.certificates import Authority
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.config import TLS_FILES, BufferConfig, TlsFiles, parse_address
 from lookup_buffer.errors import ConfigError, LookupBufferError, MissingTensor, NodeRefused
@@ -21,31 +21,13 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.node.links import HANDOFFS, TENSORS, Credentials, dial
 from lookup_buffer.protocol.auth import Purpose, connect, request_handshake
 from lookup_buffer.protocol.tls import Tls, TlsSocket
+from node_certificates import DAY, Files, settings_of
 from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_until, with_store
 from patience import scaled
 from store import Location, open_store
 
-DAY = datetime.timedelta(days=1)
 TOKEN = "correct horse battery staple"
 SIZES = (0, 1000, 20_000, 300_000, 8 * MIB)
-
-
-class Files:
-    """What an authority has signed, in a folder of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self.folder = folder
-        self.authority = Authority.of(folder)
-
-    def of(self, node: str, **times: Any) -> TlsFiles:
-        certificate, private = self.authority.certify(node, self.folder, DAY, **times)
-        return TlsFiles(certificate, private, self.folder / "authority.pem")
-
-
-def settings_of(files: TlsFiles, node: str) -> dict[str, Any]:
-    given: dict[str, Any] = dict(zip(TLS_FILES, files, strict=True))
-    return {**given, "node_id": node, "listen": "tls://127.0.0.1:0"}
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +207,7 @@ def test_a_forged_location_leads_to_no_other_node(
     forged = endpoint_of(a)
 
     async def dialled() -> None:
-        credentials = Credentials(TOKEN, Tls(ours.of("reader"), "reader"))
+        credentials = Credentials(TOKEN, ours.tls("reader"))
         location, loop = Location("tls-b", "boot", 1, 1), asyncio.get_running_loop()
         await dial(loop, location, forged, role, credentials)
 
@@ -239,6 +221,22 @@ def test_who_speaks_no_tls_is_told_so(pair: tuple[NodeProcess, NodeProcess]) -> 
     purpose = Purpose(TENSORS, endpoint, a.node_id)
     with pytest.raises(NodeRefused, match="TLS only"):
         connect(*parse_address(endpoint), token=TOKEN, timeout=5.0, purpose=purpose)
+
+
+@pytest.mark.parametrize("said", [b"\x00" * 64, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00"])
+def test_garbage_instead_of_tls_ends_its_connection(
+    pair: tuple[NodeProcess, NodeProcess], said: bytes
+) -> None:
+    a, b = pair
+    address = parse_address(endpoint_of(a))
+    with socket.create_connection(address, scaled(5.0)) as stream:
+        stream.sendall(said)
+        with suppress(ConnectionError):
+            while stream.recv(1000):  # an alert, and then the end
+                pass
+    with a.client() as here, b.client() as there:
+        here.insert(name := key(), tensor_of("g", 1000))
+        assert torch.equal(selected(there, name), tensor_of("g", 1000))
 
 
 def test_older_tls_is_refused(pair: tuple[NodeProcess, NodeProcess], ours: Files) -> None:
