@@ -207,7 +207,7 @@ class BufferConfig(BaseModel):
         if host in WILDCARDS and self.advertise is None:
             raise ValueError(
                 f"'listen' is {self.listen!r}, to which no peer can connect; set 'advertise' to an "
-                "address of this host, as tcp://10.0.0.7:7730"
+                f"address of this host, as {urlsplit(self.listen).scheme}://10.0.0.7:7730"
             )
         self.store_access().check_passwords()
         return self

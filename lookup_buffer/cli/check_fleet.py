@@ -5,6 +5,7 @@ Called by `check_store`, for a store that answers.
 """
 
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from lookup_buffer.cli.check import Check, fail, named, ok, warn
 from lookup_buffer.cli.check_addresses import LOOPBACK, address_checks
 from lookup_buffer.errors import ConfigError, LookupBufferError, NodeRefused
 from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
+from lookup_buffer.inspection.records import age_text
 from store import BlockingStore, NodeInfo
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 1.0
 """Timeout for connecting to a node, and again for the handshake."""
+EXPIRES_SOON_SECONDS = 14 * 86_400.0
 TRIED_MAX = 16
 """Most nodes whose ports are tried: an unreachable one takes all of CONNECT_SECONDS."""
 
@@ -67,7 +70,9 @@ def _peer_checks(infos: Sequence[NodeInfo], config: "BufferConfig") -> Iterator[
         if files and config.node_id:
             tls = Tls(files, config.node_id)
     except ConfigError as error:
-        yield fail("tls", str(error), "correct the file: the node of this host does not start")
+        yield fail(
+            "tls", str(error), "correct the file: with it the node of this host does not start"
+        )
     yield from _schemes_checks(infos, by_tls, has_files=files is not None)
     tried = [info for info in infos if (tls is not None) == (info in by_tls)][:TRIED_MAX]
     token = config.token.get_secret_value() if config.token else None
@@ -85,7 +90,7 @@ def _peer_checks(infos: Sequence[NodeInfo], config: "BufferConfig") -> Iterator[
     reached = len(tried) - len(unreached)
     yield _ports_check(unreached, len(tried))
     if tls is not None:
-        yield _certificates_check(uncertified, reached)
+        yield _certificates_check(uncertified, reached, tls.expires - time.time())
     yield _token_check(refusing, reached - len(uncertified), token)
 
 
@@ -116,7 +121,14 @@ def _schemes_checks(
         )
 
 
-def _certificates_check(uncertified: Sequence[str], reached: int) -> Check:
+def _certificates_check(uncertified: Sequence[str], reached: int, seconds: float) -> Check:
+    """`seconds`: until the certificate set here expires."""
+    if not uncertified and seconds < EXPIRES_SOON_SECONDS:
+        return warn(
+            "tls",
+            f"the certificate set here expires in {age_text(seconds)}",
+            "renew it: replace its files, which the node reads again",
+        )
     if not uncertified:
         return ok("tls", f"nodes that accept this certificate, and whose own is valid: {reached}")
     return fail(

@@ -161,6 +161,8 @@ class _Turn:
 class _Contexts(NamedTuple):
     dials: ssl.SSLContext
     accepts: ssl.SSLContext
+    expires: float = 0.0
+    """When this node's certificate does, in seconds of the epoch."""
 
 
 class Tls:
@@ -173,6 +175,11 @@ class Tls:
         self._files = files
         self._stamps = self._read_stamps()
         self._contexts = _contexts(files, node)
+
+    @property
+    def expires(self) -> float:
+        """When this node's certificate does, in seconds of the epoch."""
+        return self._contexts.expires
 
     def dialled(self, stream: socket.socket) -> TlsSocket:
         """`stream`, newly connected, for TLS; its handshake follows. It is closed on any error."""
@@ -285,13 +292,13 @@ def _contexts(files: TlsFiles, node: str) -> _Contexts:
     for context in (dials, accepts):
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.sslsocket_class = TlsSocket
-    contexts = _Contexts(dials, accepts)
-    _check_own(contexts, files, node)
-    return contexts
+    own = _checked_own(_Contexts(dials, accepts), files, node)
+    return _Contexts(dials, accepts, ssl.cert_time_to_seconds(own["notAfter"]))
 
 
-def _check_own(contexts: _Contexts, files: TlsFiles, node: str) -> None:
-    """Let this node's two ends meet in memory: what they refuse, other nodes refuse as well.
+def _checked_own(contexts: _Contexts, files: TlsFiles, node: str) -> dict[str, Any]:
+    """This node's certificate, as `getpeercert` returns it. Its two ends meet in memory: what they
+    refuse, other nodes refuse as well.
 
     Raises:
         ConfigError: the certificate is not of the authority, not valid now, or not of this node.
@@ -311,12 +318,14 @@ def _check_own(contexts: _Contexts, files: TlsFiles, node: str) -> None:
         ) from error
     except ssl.SSLError as error:
         raise ConfigError(f"{setting}: it cannot be used for TLS 1.3: {error.reason}") from error
-    names = _names(dialling.getpeercert())
+    certificate: dict[str, Any] = dialling.getpeercert() or {}
+    names = _names(certificate)
     if node not in names:
         raise ConfigError(
             f"{setting}, which is of {_listed(names)}; allowed: one with the DNS or URI name "
             f"{node!r}, the 'node_id'"
         )
+    return certificate
 
 
 def _names(certificate: Any) -> list[str]:

@@ -123,13 +123,19 @@ def test_many_at_once_in_both_directions(pair: tuple[NodeProcess, NodeProcess]) 
                 assert torch.equal(selected(client, name), tensor)
 
 
-def test_doctor_reaches_nodes_with_its_certificate(pair: tuple[NodeProcess, NodeProcess]) -> None:
+def test_doctor_reaches_nodes_with_its_certificate(
+    pair: tuple[NodeProcess, NodeProcess], ours: Files
+) -> None:
     a, b = pair
     wait_until(lambda: a.stats()["nodes_alive"] >= 2 and b.stats()["nodes_alive"] >= 2, 10.0)
     found = checks_of(a, code=0)
     (tls,) = found["tls"]
     assert tls.startswith("ok: nodes that accept this certificate, and whose own is valid: 2")
     assert any("reached by others" in one for one in found["addresses"])
+    ours.of("tls-a", days=7)
+    expected = "warn: the certificate set here expires in 6 d"
+    assert checks_of(a, code=0)["tls"] == [expected]
+    ours.of("tls-a")
     blank = dict.fromkeys((f"LOOKUP_BUFFER_{name.upper()}" for name in TLS_FILES), "")
     found = checks_of(a, code=0, LOOKUP_BUFFER_LISTEN="", **blank)
     assert found["tls"] == ["warn: all nodes use TLS; no certificate is set here"]
@@ -173,7 +179,7 @@ def test_who_has_no_valid_certificate_is_refused(
 ) -> None:
     a, _ = pair
     assert refusal(a, context_of(ours.of("honest")), "honest") == ""  # the control
-    expired = ours.of("late", now=datetime.datetime.now(datetime.UTC) - 2 * DAY)
+    expired = ours.of("late", now=datetime.datetime.now(datetime.UTC) - 31 * DAY)
     for files, node, reason in (
         (None, "tls-b", "certificate required"),
         (others.of("tls-b"), "tls-b", "unknown ca"),
@@ -285,8 +291,8 @@ def test_nodes_with_and_without_tls_refuse_each_other(
 def test_a_node_does_not_start_with_files_that_others_refuse(
     ours: Files, others: Files, tmp_path: Path, defect: str, reason: str
 ) -> None:
-    long_ago = datetime.datetime.now(datetime.UTC) - 2 * DAY
-    files = ours.of("node-a", **({"now": long_ago} if defect == "expired" else {}))
+    long_ago = datetime.datetime.now(datetime.UTC) - 31 * DAY
+    files = ours.of("node-a", now=long_ago if defect == "expired" else None)
     if defect == "other authority":
         files = files._replace(authority=others.of("x").authority)
     elif defect == "other node":

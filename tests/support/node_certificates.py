@@ -19,9 +19,9 @@ class Files:
         self.folder = folder
         self._authority = Authority.of(folder)
 
-    def of(self, node: str, **times: Any) -> TlsFiles:
-        """Valid for a day, from `now` on if that is given."""
-        certificate, private = self._authority.certify(node, self.folder, DAY, **times)
+    def of(self, node: str, *, days: int = 30, now: datetime.datetime | None = None) -> TlsFiles:
+        """Valid from now on, or from `now`."""
+        certificate, private = self._authority.certify(node, self.folder, days * DAY, now)
         return TlsFiles(certificate, private, self.folder / "authority.pem")
 
     def tls(self, node: str) -> Tls:
