@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lookup_buffer.cli.check import Check, fail, named, ok, warn
 from lookup_buffer.cli.check_addresses import LOOPBACK, address_checks
-from lookup_buffer.errors import ConfigError, LookupBufferError, NodeRefused
+from lookup_buffer.errors import ConfigError, LookupBufferError, NodeRefused, PipeBroken
 from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
 from lookup_buffer.inspection.records import age_text
 from store import BlockingStore, NodeInfo
@@ -175,8 +175,11 @@ def _try_handshake(info: NodeInfo, token: str | None, tls: "Tls | None") -> None
         LookupBufferError, OSError, ValueError: the node is not reached, or another program listens
             there.
     """
+    import ssl
+
     from lookup_buffer.config import parse_address
     from lookup_buffer.protocol.auth import Purpose, request_handshake
+    from lookup_buffer.protocol.tls import TlsRefused, explained
 
     host, port = parse_address(info.endpoint)
     if host.startswith(LOOPBACK) and info.host != socket.gethostname():
@@ -186,4 +189,9 @@ def _try_handshake(info: NodeInfo, token: str | None, tls: "Tls | None") -> None
     if tls is not None:
         stream = tls.connected(stream, info.node, CONNECT_SECONDS)
         purpose = purpose._replace(client=tls.node)
-    request_handshake(stream, token=token, timeout=CONNECT_SECONDS, purpose=purpose).close()
+    try:
+        request_handshake(stream, token=token, timeout=CONNECT_SECONDS, purpose=purpose).close()
+    except PipeBroken as error:
+        if isinstance(error.__cause__, ssl.SSLError):  # it looks at our certificate after its own
+            raise TlsRefused(explained(error.__cause__)) from error
+        raise

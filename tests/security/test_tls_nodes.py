@@ -141,6 +141,19 @@ def test_doctor_reaches_nodes_with_its_certificate(
     assert found["tls"] == ["warn: all nodes use TLS; no certificate is set here"]
 
 
+def test_doctor_says_which_nodes_refuse_its_certificate(
+    pair: tuple[NodeProcess, NodeProcess], others: Files, ours: Files, tmp_path: Path
+) -> None:
+    a, _ = pair
+    files, both = others.of("tls-a"), tmp_path / "both.pem"
+    both.write_bytes(files.authority.read_bytes() + (ours.folder / "authority.pem").read_bytes())
+    given = dict(zip(TLS_FILES, files._replace(authority=both), strict=True))
+    variables = {f"LOOKUP_BUFFER_{name.upper()}": str(path) for name, path in given.items()}
+    (tls,) = checks_of(a, code=1, **variables)["tls"]
+    assert tls.startswith("fail: no TLS with tls-a at tls://")
+    assert "it ended TLS with this node: unknown ca" in tls
+
+
 # -- who is refused
 
 
