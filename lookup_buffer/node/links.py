@@ -384,13 +384,13 @@ async def _accepted_by_tls(
         raise
     secured = tls.accepted(stream)
     try:
-        await _shake_hands(loop, secured)
-    except ssl.SSLError:
-        with suppress(OSError):  # with bytes unread it would get a reset, and not the reason
-            raw = partial(socket.socket.recv, secured, _READ_BYTES)
-            await _ready(loop, secured, raw, for_reading=True)
-        secured.close()
-        raise
+        try:
+            await _shake_hands(loop, secured)
+        except ssl.SSLError:
+            with suppress(OSError):  # with bytes unread it would get a reset, and not the reason
+                raw = partial(socket.socket.recv, secured, _READ_BYTES)
+                await _ready(loop, secured, raw, for_reading=True)
+            raise
     except BaseException:
         secured.close()
         raise
