@@ -36,6 +36,7 @@ from lookup_buffer import BufferConfig, LookupBuffer, Namespace, PrefetchState, 
 from lookup_buffer.access import user_token
 from lookup_buffer.node.arena import Arena, Pin
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.links import Credentials
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
 from store import EmbeddedServer, open_store
@@ -133,7 +134,7 @@ def measure_transfer(
     arena = Arena(2 * nbytes + (1 << 20), lambda address, reason: None)
     arena.memory.populate(0, arena.memory.nbytes)
     loop = asyncio.new_event_loop()
-    fetcher = Fetcher(loop, arena, Counters(), token=user_token())
+    fetcher = Fetcher(loop, arena, Counters(), Credentials(user_token()))
     address = (Namespace.named("default").fingerprint, key.text)
     transfers, bares = [], []
     with open_store(url) as store:

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -44,6 +44,7 @@ from store.url import SCHEMES, parse
 
 GIB = 1 << 30
 YEAR_SECONDS = 366 * 86_400.0
+TLS_FILES = ("tls_certificate_file", "tls_key_file", "tls_authority_file")
 SECRETS = ("token", "http_token", "store_password", "store_sentinel_password")
 WILDCARDS = ("0.0.0.0", "::")
 TOKEN_CHARACTERS_MIN = 16
@@ -72,6 +73,14 @@ def _bytes(value: object) -> object:
 
 
 Bytes = Annotated[int, BeforeValidator(_bytes)]
+
+
+class TlsFiles(NamedTuple):
+    """What a node proves itself with, and by whom others must be certified; all in PEM."""
+
+    certificate: Path
+    key: Path
+    authority: Path
 
 
 class BufferConfig(BaseModel):
@@ -110,14 +119,22 @@ class BufferConfig(BaseModel):
     node_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,48}$")
     """Name of the node in Redis; none: the host's name and a random suffix."""
     listen: str = "tcp://127.0.0.1:0"
-    """Address on which the node serves other nodes; port 0 picks a free one."""
+    """Address on which the node serves other nodes; port 0 picks a free one. With `tls://host:port`
+    all its connections with other nodes are mutual TLS, and the `tls_` files are needed."""
     advertise: str | None = None
     """Address that the node publishes to other nodes; none: the address of `listen`."""
     token: SecretStr | None = None
-    """Secret that the nodes of a fleet share; needed to listen beyond loopback. Without it nodes of
-    one user on one host share one that they make, see `user_token`."""
+    """Secret that the nodes of a fleet share; needed to listen beyond loopback without TLS. Without
+    it nodes of one user on one host share one that they make, see `user_token`."""
     token_file: Path | None = None
     """File with that secret, which the node reads at its start; its clients never do."""
+    tls_certificate_file: Path | None = None
+    """Certificate of this node in PEM, with those between it and the authority's. One of its DNS or
+    URI names is `node_id`. This file and the next two are read again when they change."""
+    tls_key_file: Path | None = None
+    """Private key of this certificate in PEM, without a passphrase."""
+    tls_authority_file: Path | None = None
+    """Certificates in PEM of the authorities that sign for nodes."""
     http_listen: str | None = None
     """Address of `/metrics` and `/healthz`, as `http://127.0.0.1:7731`; none: not served."""
     http_token: SecretStr | None = None
@@ -142,8 +159,9 @@ class BufferConfig(BaseModel):
         return check_store_url(value)
 
     @field_validator(
-        "store_password_file", "store_sentinel_password_file", "token_file", "http_token_file"
-    )
+        "store_password_file", "store_sentinel_password_file", "token_file", "http_token_file",
+        *TLS_FILES,
+    )  # fmt: skip
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.absolute()  # a node runs in /
@@ -157,9 +175,9 @@ class BufferConfig(BaseModel):
 
     @field_validator("listen", "advertise")
     @classmethod
-    def _tcp_address(cls, value: str | None) -> str | None:
+    def _node_address(cls, value: str | None) -> str | None:
         if value is not None:
-            parse_tcp(value)
+            parse_address(value)
         return value
 
     @field_validator("http_listen")
@@ -191,18 +209,49 @@ class BufferConfig(BaseModel):
             host, _ = parse_http(self.http_listen)
             token = self.http_token or self.http_token_file
             guard_listener("'http_listen'", host, setting_advice("http_token"), token)
-        host, _ = parse_tcp(self.listen)
-        guard_listener("'listen'", host, setting_advice("token"), self.token or self.token_file)
+        self._check_tls()
+        host, _ = parse_address(self.listen)
+        guard_listener(
+            "'listen'",
+            host,
+            f"{setting_advice('token')}, or listen at a tls:// address",
+            self.token or self.token_file or self.tls_files(),
+        )
         if host in WILDCARDS and self.advertise is None:
             raise ValueError(
                 f"'listen' is {self.listen!r}, to which no peer can connect; set 'advertise' to an "
-                "address of this host, as tcp://10.0.0.7:7730"
+                f"address of this host, as {urlsplit(self.listen).scheme}://10.0.0.7:7730"
             )
         for secret, file in TOKENS:
             if getattr(self, secret) is not None and getattr(self, file) is not None:
                 raise ValueError(f"set only one of {secret!r} and {file!r}")
         self.store_access().check_passwords()
         return self
+
+    def _check_tls(self) -> None:
+        """Raises ValueError: the settings of TLS do not fit together."""
+        given = [name for name in TLS_FILES if getattr(self, name) is not None]
+        if not is_tls(self.listen):
+            if given:
+                raise ValueError(
+                    f"{given[0]!r} is set, but 'listen' is {self.listen!r}, which is not "
+                    "encrypted; allowed with it: tls://host:port"
+                )
+        elif len(given) < len(TLS_FILES):
+            missing = [name for name in TLS_FILES if name not in given]
+            raise ValueError(
+                f"'listen' is {self.listen!r}: set {', '.join(map(repr, missing))} too "
+                "(`lookup-buffer certificates` makes such files)"
+            )
+        elif self.node_id is None:
+            raise ValueError(
+                f"'listen' is {self.listen!r}: set 'node_id' too, a name in the certificate"
+            )
+        if self.advertise is not None and is_tls(self.advertise) != is_tls(self.listen):
+            raise ValueError(
+                f"'advertise' is {self.advertise!r} and 'listen' is {self.listen!r}; "
+                "both are tcp://, or both are tls://"
+            )
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "BufferConfig":
@@ -262,6 +311,13 @@ class BufferConfig(BaseModel):
         """
         return self._secret("token") or user_token()
 
+    def read_peer_token(self) -> str | None:
+        """What nodes of this configuration prove to each other that they know; None: their
+        certificates are enough. Raises as `read_token`."""
+        if self.tls_files() and self.token is None and self.token_file is None:
+            return None
+        return self.read_token()
+
     def read_http_token(self) -> str | None:
         """The secret of those who read `/metrics`. Raises as `read_token`."""
         return self._secret("http_token")
@@ -278,6 +334,12 @@ class BufferConfig(BaseModel):
             settings[name] = read_secret(file, f"the file of setting '{name}_file'")
         checked: SecretStr | None = getattr(BufferConfig.of(settings), name)
         return checked.get_secret_value() if checked else None
+
+    def tls_files(self) -> TlsFiles | None:
+        """None: `listen` is not a tls:// address."""
+        if self.tls_certificate_file and self.tls_key_file and self.tls_authority_file:
+            return TlsFiles(self.tls_certificate_file, self.tls_key_file, self.tls_authority_file)
+        return None
 
     def expectations(self) -> dict[str, str | int]:
         """The settings that must be equal for a client and its node; compared when a session
@@ -345,6 +407,22 @@ ARGUMENT_ADVICE = (
 def parse_tcp(address: str) -> tuple[str, int]:
     """Host and port of `tcp://host:port`. Raises ValueError, which states the form allowed."""
     return _parse(address, "tcp")
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port of a node's address, `tcp://host:port` or `tls://host:port`. Raises ValueError,
+    which states the forms allowed."""
+    if is_tls(address):
+        return _parse(address, "tls")
+    try:
+        return parse_tcp(address)
+    except ValueError as error:
+        raise ValueError(f"{error} or tls://host:port") from None
+
+
+def is_tls(address: str) -> bool:
+    """Whether nodes use TLS at this address."""
+    return address.startswith("tls://")
 
 
 def parse_http(address: str) -> tuple[str, int]:

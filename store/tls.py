@@ -16,6 +16,10 @@ _FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 class TlsOptionError(OSError):
     """A TLS option cannot be used. The message names the option, its file and the reason."""
 
+    def __init__(self, option: str, value: object, why: str) -> None:
+        super().__init__(f"{option} {value}: {why}")
+        self.option, self.value, self.why = option, value, why
+
 
 def tls_context(options: Mapping[str, Any]) -> ssl.SSLContext:
     """Build a client context. With `ssl_ca_certs` or `ssl_ca_path` only these authorities are
@@ -58,14 +62,14 @@ class TlsContexts:
 
     def current(self) -> ssl.SSLContext:
         """Raises TlsOptionError, as `tls_context`."""
-        stamps = [_stamp(self._options[name]) for name in _FILES if name in self._options]
+        stamps = [file_stamp(self._options[name]) for name in _FILES if name in self._options]
         if self._context is None or stamps != self._stamps:
             self._context = tls_context(self._options)
             self._stamps = stamps
         return self._context
 
 
-def _stamp(path: str) -> tuple[int, ...] | None:
+def file_stamp(path: str | Path) -> tuple[int, ...] | None:
     """Changes with the file's content; None if there is no such file."""
     try:
         state = os.stat(path)
@@ -124,7 +128,7 @@ def _check_readable(option: str, path: str) -> None:
 
 
 def _unreadable(option: str, path: str, error: Exception) -> TlsOptionError:
-    return TlsOptionError(f"{option} {path}: {getattr(error, 'strerror', None) or error}")
+    return TlsOptionError(option, path, getattr(error, "strerror", None) or str(error))
 
 
 def _has_certificate(path: str) -> bool:
@@ -136,4 +140,4 @@ def _has_certificate(path: str) -> bool:
 
 
 def _fault(options: Mapping[str, Any], option: str, why: str) -> TlsOptionError:
-    return TlsOptionError(f"{option} {options[option]}: {why}")
+    return TlsOptionError(option, options[option], why)

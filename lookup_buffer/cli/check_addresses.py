@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
 from lookup_buffer.cli.check import Check, fail, named, ok, warn
 from lookup_buffer.errors import ConfigError, LookupBufferError
@@ -33,7 +34,7 @@ ALL_PAIRS_NODES_MAX: Final = 8
 DIALLERS: Final = 2
 NODES_MAX: Final = 64
 """Of a larger fleet so many are checked, chosen at random."""
-LOOPBACK: Final = ("127.", "localhost", "[::1]")
+LOOPBACK: Final = ("127.", "localhost", "::1")
 _LARGE: Final = size_text(EXCHANGED_BYTES)
 _UNCHECKED: Final = frozenset([Reached.OLD, Reached.UNKNOWN, Reached.UNASKED, Reached.BUSY])
 _STUCK: Final = frozenset([Reached.STUCK_THERE, Reached.STUCK_BACK])
@@ -208,7 +209,7 @@ def _node_findings(
     }
     reached = [dialler for dialler, result in results.items() if result.outcome is Reached.YES]
     elsewhere = sorted({host for host in hosts.values() if host != info.host})
-    is_loopback = info.endpoint.removeprefix("tcp://").startswith(LOOPBACK)
+    is_loopback = urlsplit(info.endpoint).netloc.lstrip("[").startswith(LOOPBACK)
     if is_loopback and elsewhere and not any(hosts[one] in elsewhere for one in reached):
         yield fail(
             "address",
@@ -237,7 +238,7 @@ def _advice(info: NodeInfo, failed: Mapping[str, Result]) -> str:
     if Reached.OTHER in outcomes:
         advice.append(
             f"set `advertise` of {info.node} to its own address and port, or give all nodes one "
-            "token and version"
+            "token, version and authority, all with or all without TLS"
         )
     if outcomes - _STUCK - {Reached.OTHER}:
         advice.append(

@@ -1,23 +1,28 @@
-"""Checks of the nodes with a heartbeat: whether they are alive, reachable, and accept our token.
+"""Checks of the nodes with a heartbeat: whether they are alive, reachable, and accept our token
+and certificate.
 
 Called by `check_store`, for a store that answers.
 """
 
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lookup_buffer.cli.check import Check, fail, named, ok, warn
 from lookup_buffer.cli.check_addresses import LOOPBACK, address_checks
-from lookup_buffer.errors import LookupBufferError, NodeRefused
+from lookup_buffer.errors import ConfigError, LookupBufferError, NodeRefused, PipeBroken
 from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
+from lookup_buffer.inspection.records import age_text
 from store import BlockingStore, NodeInfo
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
+    from lookup_buffer.protocol.tls import Tls
 
 CONNECT_SECONDS = 1.0
 """Timeout for connecting to a node, and again for the handshake."""
+EXPIRES_SOON_SECONDS = 14 * 86_400.0
 TRIED_MAX = 16
 """Most nodes whose ports are tried: an unreachable one takes all of CONNECT_SECONDS."""
 
@@ -52,24 +57,87 @@ def _versions_check(infos: Sequence[NodeInfo]) -> Check:
 
 
 def _peer_checks(infos: Sequence[NodeInfo], config: "BufferConfig") -> Iterator[Check]:
-    """Whether nodes are reachable at the endpoints that they publish, and accept this token.
+    """Whether nodes are reachable at the endpoints that they publish, and accept the token and
+    certificate of this configuration. Each node is tried from this host, as another node would do
+    it."""
+    from lookup_buffer.config import is_tls
+    from lookup_buffer.protocol.tls import Tls, TlsRefused
 
-    Each node is tried from this host, as another node would do it.
-    """
-    token = config.read_token()
-    tried = sorted(infos, key=lambda info: info.node)[:TRIED_MAX]
-    unreached, refusing = [], []
+    infos = sorted(infos, key=lambda info: info.node)
+    by_tls = [info for info in infos if is_tls(info.endpoint)]
+    tls, files = None, config.tls_files()
+    try:
+        if files and config.node_id:
+            tls = Tls(files, config.node_id)
+    except ConfigError as error:
+        yield fail(
+            "tls", str(error), "correct the file: with it the node of this host does not start"
+        )
+    yield from _schemes_checks(infos, by_tls, has_files=files is not None)
+    tried = [info for info in infos if (tls is not None) == (info in by_tls)][:TRIED_MAX]
+    token = config.read_peer_token()
+    unreached, refusing, uncertified = [], [], []
     for info in tried:
         try:
-            _try_handshake(info, token)
+            _try_handshake(info, token, tls)
+        except TlsRefused as error:
+            uncertified.append(f"{info.node} at {info.endpoint} ({error})")
         except NodeRefused as error:
             refusing.append(f"{info.node} at {info.endpoint} ({error})")
         except (LookupBufferError, OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or str(error)
             unreached.append(f"{info.node} at {info.endpoint} ({why})")
+    reached = len(tried) - len(unreached)
     yield _ports_check(unreached, len(tried))
     is_set = config.token is not None or config.token_file is not None
-    yield _token_check(refusing, len(tried) - len(unreached), is_set=is_set)
+    if tls is not None:
+        yield _certificates_check(uncertified, reached, tls.expires - time.time())
+    yield _token_check(refusing, reached - len(uncertified), is_set=is_set)
+
+
+def _schemes_checks(
+    infos: Sequence[NodeInfo], by_tls: Sequence[NodeInfo], *, has_files: bool
+) -> Iterator[Check]:
+    without = [info.node for info in infos if info not in by_tls]
+    if by_tls and without:
+        yield fail(
+            "tls",
+            f"nodes without TLS: {named(without)}; with TLS: "
+            f"{named([info.node for info in by_tls])}",
+            "set `listen` of all nodes to tls://, or of all to tcp://: they do not fetch from "
+            "each other",
+        )
+    elif by_tls and not has_files:
+        yield warn(
+            "tls",
+            "all nodes use TLS; no certificate is set here",
+            "set the variables of this host's node, LOOKUP_BUFFER_LISTEN, _NODE_ID and those of "
+            "its TLS files, to test it",
+        )
+    elif without and has_files:
+        yield fail(
+            "tls",
+            f"nodes without TLS, which this configuration demands: {named(without)}",
+            "set `listen` of all nodes to tls://: they do not fetch from each other",
+        )
+
+
+def _certificates_check(uncertified: Sequence[str], reached: int, seconds: float) -> Check:
+    """`seconds`: until the certificate set here expires."""
+    if not uncertified and seconds < EXPIRES_SOON_SECONDS:
+        return warn(
+            "tls",
+            f"the certificate set here expires in {age_text(seconds)}",
+            "renew it: replace its files, which the node reads again",
+        )
+    if not uncertified:
+        return ok("tls", f"nodes that accept this certificate, and whose own is valid: {reached}")
+    return fail(
+        "tls",
+        f"no TLS with {named(uncertified)}",
+        "give each node a valid certificate with its id as a DNS or URI name, of an authority "
+        "that all nodes know: what these nodes hold is a miss here",
+    )
 
 
 def _ports_check(unreached: Sequence[str], tried: int) -> Check:
@@ -99,19 +167,32 @@ def _token_check(refusing: Sequence[str], reached: int, *, is_set: bool) -> Chec
     )
 
 
-def _try_handshake(info: NodeInfo, token: str) -> None:
+def _try_handshake(info: NodeInfo, token: str | None, tls: "Tls | None") -> None:
     """Connect to the node and do the handshake.
 
     Raises:
+        TlsRefused: there is no TLS with the node.
         NodeRefused: the node refuses the token.
         LookupBufferError, OSError, ValueError: the node is not reached, or another program listens
             there.
     """
-    from lookup_buffer.protocol.auth import Purpose, request_handshake
+    import ssl
 
-    host, _, port = info.endpoint.removeprefix("tcp://").rpartition(":")
+    from lookup_buffer.config import parse_address
+    from lookup_buffer.protocol.auth import Purpose, request_handshake
+    from lookup_buffer.protocol.tls import TlsRefused, explained
+
+    host, port = parse_address(info.endpoint)
     if host.startswith(LOOPBACK) and info.host != socket.gethostname():
         raise ValueError("loopback, of another host")
-    stream = socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS)
+    stream = socket.create_connection((host, port), CONNECT_SECONDS)
     purpose = Purpose("tensors", info.endpoint, info.node)
-    request_handshake(stream, token=token, timeout=CONNECT_SECONDS, purpose=purpose).close()
+    if tls is not None:
+        stream = tls.connected(stream, info.node, CONNECT_SECONDS)
+        purpose = purpose._replace(client=tls.node)
+    try:
+        request_handshake(stream, token=token, timeout=CONNECT_SECONDS, purpose=purpose).close()
+    except PipeBroken as error:
+        if isinstance(error.__cause__, ssl.SSLError):  # it looks at our certificate after its own
+            raise TlsRefused(explained(error.__cause__)) from error
+        raise

@@ -165,6 +165,7 @@ class _CommandsByName(Commands):
 
 _NAMES: Final = (
     "serve", "demo", "ls", "show", "why", "stats", "top", "nodes", "doctor", "bench", "invalidate",
+    "certificates",
 )  # fmt: skip
 
 

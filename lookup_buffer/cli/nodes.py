@@ -68,7 +68,7 @@ def _print(found: list[dict[str, Any]]) -> None:
             [
                 *row,
                 facts["host"],
-                facts["endpoint"].removeprefix("tcp://"),
+                facts["endpoint"].removeprefix("tcp://"),  # of tls:// all is shown
                 facts["version"],
                 str(facts["items"]),
                 size_text(facts["used_bytes"]),

@@ -64,13 +64,30 @@ if TYPE_CHECKING:
     help="Unix socket for clients, if not in DIR.",
 )
 @click.option("--node-id", metavar="ID", help="Name of the node; default: from the host's name.")
-@click.option("--listen", metavar="ADDRESS", help="tcp://host:port for other nodes.")
+@click.option(
+    "--listen", metavar="ADDRESS", help="tcp://host:port or tls://host:port for other nodes."
+)
 @click.option("--advertise", metavar="ADDRESS", help="Address that other nodes connect to.")
 @click.option(
     "--token-file",
     type=FILE,
     metavar="FILE",
     help="File with the secret that the fleet's nodes share.",
+)
+@click.option(
+    "--tls-certificate-file",
+    type=FILE,
+    metavar="FILE",
+    help="Certificate in PEM with the name of this node; for tls:// addresses.",
+)
+@click.option(
+    "--tls-key-file", type=FILE, metavar="FILE", help="Private key of this certificate in PEM."
+)
+@click.option(
+    "--tls-authority-file",
+    type=FILE,
+    metavar="FILE",
+    help="Certificates in PEM of the authorities of all nodes.",
 )
 @click.option(
     "--http-listen", metavar="ADDRESS", help="http://host:port for /metrics and /healthz."

@@ -299,7 +299,7 @@ def _failed(trace: "Trace") -> Finding:
         trace, Code.FETCH_FAILED,
         f"{reader} could not fetch it from {holder} {ago} ago ({failure.reason})",
         f"`lookup-buffer doctor` on the host of {reader}, with its token, shows whether "
-        f"{holder} is reached and accepts the token",
+        f"{holder} is reached and accepts its token and certificate",
         holder, trace.failed_seconds_ago,
     )  # fmt: skip
 

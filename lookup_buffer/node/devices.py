@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
 
-from lookup_buffer.config import parse_tcp
+from lookup_buffer.config import parse_address
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.connection import Session, granted
@@ -450,7 +450,7 @@ def _on_devices(located: Located) -> list[tuple[Location, str, DeviceLocation]]:
     for location, endpoint in located.sources:
         if location.node in beside:
             with suppress(ValueError):  # the endpoint is no address
-                found.append((location, parse_tcp(endpoint)[0], beside[location.node]))
+                found.append((location, parse_address(endpoint)[0], beside[location.node]))
     return found
 
 
@@ -496,7 +496,7 @@ class Sightings:
 def _pools_of(info: NodeInfo) -> tuple[SeenPool, ...]:
     """The pools, with the node's host as theirs."""
     try:
-        host, _ = parse_tcp(info.endpoint)
+        host, _ = parse_address(info.endpoint)
     except ValueError:
         return ()
     return tuple(SeenPool(host, *pool) for pool in info.pools)

@@ -1,8 +1,9 @@
 """Connections between nodes, dialled or accepted on the loop, until their handshake is done.
 
 `dial` connects to another node, `greet` is the accepting side. Both return a socket with the MACs
-of its later frames. Called by `transfer` and `peers` (tensors), by `takes` (hand-offs), and by
-`reachability`. `ThreadPool` has the threads that move bytes over them.
+of its later frames. With TLS that is a `TlsSocket`, which no caller has to know. Called by
+`transfer` and `peers` (tensors), by `takes` (hand-offs), and by `reachability`. `ThreadPool` has
+the threads that move bytes over them.
 """
 
 import asyncio
@@ -10,13 +11,15 @@ import ipaddress
 import math
 import random
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
 
-from lookup_buffer.config import parse_tcp
+from lookup_buffer.config import is_tls, parse_address
 from lookup_buffer.errors import (
     NodeRefused,
     PipeBroken,
@@ -34,9 +37,17 @@ from lookup_buffer.protocol.auth import (
     client_dialogue,
     server_dialogue,
 )
-from lookup_buffer.protocol.framing import FrameDecoder, Macs, encode_frame
+from lookup_buffer.protocol.framing import MAGIC, FrameDecoder, Macs, encode_frame
 from lookup_buffer.protocol.sockets import enable_keepalive, end_when_unanswered, reset, tune
 from lookup_buffer.protocol.stream import FramedSocket
+from lookup_buffer.protocol.tls import (
+    Tls,
+    TlsRefused,
+    TlsSocket,
+    check_names,
+    explained,
+    name_refusal,
+)
 from lookup_buffer.times import PEER_CONNECT_SECONDS, PEER_PROGRESS_SECONDS
 from store import Location
 
@@ -49,11 +60,15 @@ HANDSHAKE_SECONDS: Final = 2.0
 """Bound on an accepted handshake."""
 THREADS_IDLE_SECONDS: Final = 60.0
 """Threads without work for so long end: a burst or a fault may have needed many."""
-_READ_BYTES: Final = 4096
+_READ_BYTES: Final = 64 << 10
+"""More than a TLS record: nothing stays in OpenSSL, where no selector sees it."""
+_PLAIN_REFUSED: Final = "it takes connections by TLS only: give both nodes tls:// addresses"
 AGAIN_SECONDS: Final = 0.05
 AGAIN_SECONDS_MAX: Final = 0.4
 AGAIN_PART_MIN: Final = 0.25
 """Jitter: a pause is at least this fraction of its maximum."""
+
+T = TypeVar("T")
 
 
 def again_seconds(failures: int) -> float:
@@ -106,6 +121,14 @@ def call_from_thread(
         loop.call_soon_threadsafe(function, *arguments)
 
 
+class Credentials(NamedTuple):
+    """What this node proves itself with to other nodes, and what it demands of them."""
+
+    token: str | None = None
+    tls: Tls | None = None
+    """Then it speaks with nodes at tls:// addresses only, otherwise with none of those."""
+
+
 class Link(NamedTuple):
     """A socket after its handshake, which its owner closes."""
 
@@ -127,36 +150,55 @@ async def dial(
     location: Location,
     endpoint: str,
     role: str,
-    token: str | None,
+    credentials: Credentials,
 ) -> Link:
     """A connection to the node of `location` at `endpoint`. It must still be the same boot, except
     for tensors: a request for one names its boot.
 
     Raises:
-        NodeRefused: another node is there, or one with another token or version.
+        NodeRefused: another node is there, or one with another token or version, or without TLS if
+            this node has it, or with TLS if this node has not.
         PipeError, ProtocolError: it is not reached in time, or does not speak this protocol.
         ValueError: the endpoint is no address.
     """
-    host, port = parse_tcp(endpoint)
+    host, port = parse_address(endpoint)
+    token, tls = credentials
+    if is_tls(endpoint) != (tls is not None):
+        raise TlsRefused(_other_scheme(endpoint))
     boot = "" if role == TENSORS else location.boot
-    purpose = Purpose(role, endpoint, location.node, boot)
+    purpose = Purpose(role, endpoint, location.node, boot, tls.node if tls else "")
     async with _translated(f"no connection to {endpoint} in time", PEER_CONNECT_SECONDS):
         stream = await _connected(loop, host, port)
+        if tls is not None:
+            stream = await _dialled_by_tls(loop, stream, tls, location.node)
         agreement = await _agree(loop, stream, client_dialogue(token, purpose))
     return Link(stream, purpose, agreement.macs, agreement.version)
 
 
+def _other_scheme(endpoint: str) -> str:
+    if is_tls(endpoint):
+        return f"{endpoint} is for nodes with TLS, which this node has not: set its 'listen'"
+    return f"{endpoint} is without TLS, which this node demands: set that node's 'listen'"
+
+
 async def greet(
-    loop: asyncio.AbstractEventLoop, stream: socket.socket, token: str | None, accepts: Accepts
+    loop: asyncio.AbstractEventLoop,
+    stream: socket.socket,
+    credentials: Credentials,
+    accepts: Accepts,
 ) -> Link:
     """The accepting side, for a newly accepted socket, which is closed on any error.
 
     Raises:
-        NodeRefused: another token or version, or it is for another node.
+        NodeRefused: another token or version, or it is for another node, or its certificate does
+            not count here, or is not of the node that it says it is.
         PipeError, ProtocolError: it is too slow, has gone, or does not speak this protocol.
     """
     async with _translated("no handshake in time", HANDSHAKE_SECONDS):
-        agreement = await _agree(loop, stream, server_dialogue(token, accepts))
+        if credentials.tls is not None:
+            stream = secured = await _accepted_by_tls(loop, stream, credentials.tls)
+            accepts = _of_certified(secured, accepts)
+        agreement = await _agree(loop, stream, server_dialogue(credentials.token, accepts))
     return Link(stream, agreement.purpose, agreement.macs, agreement.version)
 
 
@@ -167,6 +209,8 @@ async def _translated(too_late: str, seconds: float) -> AsyncIterator[None]:
             yield
     except TimeoutError as error:
         raise PipeTimeout(too_late) from error
+    except ssl.SSLError as error:
+        raise TlsRefused(explained(error)) from error
     except OSError as error:
         raise PipeBroken(f"the connection failed: {error.strerror or error}") from error
 
@@ -224,7 +268,7 @@ async def _run(
 ) -> Agreement:
     async def send(message: list[Any] | None) -> None:
         if message is not None:
-            await loop.sock_sendall(stream, encode_frame(message, max_header_bytes=HELLO_BYTES))
+            await send_all(loop, stream, encode_frame(message, max_header_bytes=HELLO_BYTES))
 
     decoder = FrameDecoder(max_header_bytes=HELLO_BYTES)
     try:
@@ -245,7 +289,7 @@ async def _receive(
 ) -> Any:
     """The next message: the ends take turns, so nothing may follow it."""
     while True:
-        data = await loop.sock_recv(stream, _READ_BYTES)
+        data = await received(loop, stream)
         if not data:
             raise PipeClosed("the remote end closed the connection")
         frames = decoder.feed(data)
@@ -253,3 +297,110 @@ async def _receive(
             raise ProtocolError("more than one message of a handshake at once")
         if frames:
             return frames[0].header
+
+
+# -- a socket, plain or TLS (asyncio's own methods refuse the latter)
+
+
+async def received(loop: asyncio.AbstractEventLoop, stream: socket.socket) -> bytes:
+    """What has come on a non-blocking socket; empty once the other end has closed it."""
+    return await _ready(loop, stream, lambda: stream.recv(_READ_BYTES), for_reading=True)
+
+
+async def send_all(loop: asyncio.AbstractEventLoop, stream: socket.socket, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[await _ready(loop, stream, partial(stream.send, left), for_reading=False) :]
+
+
+async def _ready(
+    loop: asyncio.AbstractEventLoop,
+    stream: socket.socket,
+    move: Callable[[], T],
+    *,
+    for_reading: bool,
+) -> T:
+    """The result of `move`, once the socket is ready for it."""
+    while True:
+        reads = for_reading
+        try:
+            return move()
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            if isinstance(error, ssl.SSLError):
+                reads = isinstance(error, ssl.SSLWantReadError)
+        ready: asyncio.Future[None] = loop.create_future()
+        add, remove = (
+            (loop.add_reader, loop.remove_reader)
+            if reads
+            else (loop.add_writer, loop.remove_writer)
+        )
+        add(stream.fileno(), _set, ready)
+        try:
+            await ready
+        finally:
+            remove(stream.fileno())
+
+
+def _set(ready: "asyncio.Future[None]") -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+# -- TLS
+
+
+async def _dialled_by_tls(
+    loop: asyncio.AbstractEventLoop, stream: socket.socket, tls: Tls, node: str
+) -> TlsSocket:
+    """Raises TlsRefused: the certificate there is not of `node`."""
+    secured = tls.dialled(stream)
+    try:
+        await _shake_hands(loop, secured)
+        check_names(secured, node)
+    except ConnectionError as error:
+        secured.close()
+        raise PipeBroken("the connection ended in the handshake of TLS") from error
+    except BaseException:
+        secured.close()
+        raise
+    return secured
+
+
+async def _accepted_by_tls(
+    loop: asyncio.AbstractEventLoop, stream: socket.socket, tls: Tls
+) -> TlsSocket:
+    """Raises TlsRefused: the client speaks no TLS, and is told so."""
+    try:
+        stream.setblocking(False)
+        first = await _ready(
+            loop, stream, lambda: stream.recv(len(MAGIC), socket.MSG_PEEK), for_reading=True
+        )
+        if first == MAGIC:
+            await received(loop, stream)  # else it gets a reset, and not the reason
+            await send_all(loop, stream, encode_frame(["refused", _PLAIN_REFUSED]))
+            raise TlsRefused("a client without TLS")
+    except BaseException:
+        stream.close()
+        raise
+    secured = tls.accepted(stream)
+    try:
+        try:
+            await _shake_hands(loop, secured)
+        except ssl.SSLError:
+            with suppress(OSError):  # with bytes unread it would get a reset, and not the reason
+                raw = partial(socket.socket.recv, secured, _READ_BYTES)
+                await _ready(loop, secured, raw, for_reading=True)
+            raise
+    except BaseException:
+        secured.close()
+        raise
+    return secured
+
+
+async def _shake_hands(loop: asyncio.AbstractEventLoop, secured: TlsSocket) -> None:
+    await _ready(loop, secured, secured.do_handshake, for_reading=True)
+
+
+def _of_certified(secured: TlsSocket, accepts: Accepts) -> Accepts:
+    """`accepts`, for the node that the certificate of the client names."""
+    return lambda purpose: name_refusal(secured, purpose.client) or accepts(purpose)

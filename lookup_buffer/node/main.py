@@ -80,6 +80,7 @@ from lookup_buffer.node.devices import Lanes, Pools
 from lookup_buffer.node.handoffs import Askers, Handoffs
 from lookup_buffer.node.http import HttpProcess
 from lookup_buffer.node.insert import Inserts
+from lookup_buffer.node.links import Credentials
 from lookup_buffer.node.locate import LOOK_AGAIN_SECONDS, POLL_SECONDS, Locator, Waiting
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.peers import PeerServer
@@ -90,6 +91,7 @@ from lookup_buffer.node.server import Server
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takes import Owners, Takes
 from lookup_buffer.node.transfer import Fetcher
+from lookup_buffer.protocol.tls import Tls
 from lookup_buffer.runtime import lock, start_log
 from lookup_buffer.shm.index import IS_ORDERED, WITHOUT_ORDER, RemoteIndex
 from lookup_buffer.times import DEATH_CHECK_SECONDS
@@ -189,10 +191,10 @@ class Node:
         self._loop = loop = asyncio.SelectorEventLoop(self._selector)
         self._arena = arena = Arena(config.capacity_bytes, self._changed)
         self._pools = Pools(arena)
-        token = config.read_token()
+        credentials = _credentials(config)
         handoffs = Handoffs(loop, arena, counters, config.handoff_lease_seconds)
         self._askers = Askers(loop, handoffs, counters)
-        self._peers = PeerServer(loop, arena, counters, token, self._missed, self._askers)
+        self._peers = PeerServer(loop, arena, counters, credentials, self._missed, self._askers)
         held_claims = HeldClaims(loop)
         self.identity = identity = self._listen_to_peers()
         self._http = None if config.http_listen is None else HttpProcess(config.http_listen)
@@ -203,14 +205,14 @@ class Node:
         self._lacks_mirror = not self._storage.has_mirror()
         mirrored = config.mirror and not self._lacks_mirror
         self._locator = Locator(loop, self._storage, directory, self._remote_index, mirrored)
-        self._reachability = Reachability(loop, identity, directory, token, counters)
-        self._fetcher = Fetcher(loop, arena, counters, token)
+        self._reachability = Reachability(loop, identity, directory, credentials, counters)
+        self._fetcher = Fetcher(loop, arena, counters, credentials)
         self._registrar = Registrar(
             loop, self._storage, arena, directory, identity, counters, config.record_ttl_seconds,
             held_claims, self._pools,
             lambda reports: self._announcements.handle_reports(reports),
         )  # fmt: skip
-        self._owners = Owners(loop, directory, token)
+        self._owners = Owners(loop, directory, credentials)
         self._announcements = Announcements(
             loop, arena, handoffs, self._locator, directory, self._owners, identity,
             self._registrar, counters,
@@ -370,6 +372,12 @@ def serve(config: BufferConfig, *, ends_when_idle: bool) -> int:
     return 0
 
 
+def _credentials(config: BufferConfig) -> Credentials:
+    """Raises ConfigError: a file of TLS or of the token cannot be used."""
+    files, node = config.tls_files(), config.node_id
+    return Credentials(config.read_peer_token(), Tls(files, node) if files and node else None)
+
+
 def _allow_descriptors() -> None:
     """As many as this process may allow itself, up to DESCRIPTORS."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -393,7 +401,7 @@ def main() -> None:
     detach = "--detach" in sys.argv[1:]
     try:
         config = BufferConfig.of(_settings(sys.stdin.read()))
-        config.read_token()  # also in Node, but here whoever starts it gets the exit code at once
+        config.read_peer_token()  # here whoever starts it gets the exit code at once
     except ConfigError as error:
         sys.stderr.write(f"lookup-buffer: {error}\n")
         sys.exit(2)

@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
-from lookup_buffer.config import parse_tcp
+from lookup_buffer.config import parse_address
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import PEER_OWNER, Arena, Pin
@@ -29,6 +30,7 @@ from lookup_buffer.node.links import (
     REACHABILITY,
     ROLES,
     TENSORS,
+    Credentials,
     Link,
     ThreadPool,
     call_from_thread,
@@ -80,7 +82,7 @@ class PeerServer:
     loop: asyncio.AbstractEventLoop
     arena: Arena
     counters: Counters
-    token: str | None
+    credentials: Credentials
     missed: Callable[[QualifiedKey], None]
     """Called with an address whose requested generation this node does not have."""
     askers: Askers
@@ -101,9 +103,9 @@ class PeerServer:
         Raises:
             OSError: the address is in use or not of this host.
         """
-        self._listener, shown = listening_socket(*parse_tcp(address))
+        self._listener, shown = listening_socket(*parse_address(address))
         self._listener.setblocking(False)
-        return f"tcp://{shown}"
+        return f"{urlsplit(address).scheme}://{shown}"
 
     def start(self, identity: Identity, directory: Directory, reachability: Reachability) -> None:
         self.identity, self.directory = identity, directory
@@ -174,7 +176,7 @@ class PeerServer:
 
     async def _admit(self, stream: socket.socket) -> None:
         try:
-            link = await greet(self.loop, stream, self.token, self._refused)
+            link = await greet(self.loop, stream, self.credentials, self._refused)
         except ProtocolError:
             self.counters.add("protocol_errors")
             return

@@ -28,7 +28,15 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.node.connection import Connection, Fields, Session
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.links import HANDOFFS, REACHABILITY, Link, dial
+from lookup_buffer.node.links import (
+    HANDOFFS,
+    REACHABILITY,
+    Credentials,
+    Link,
+    dial,
+    received,
+    send_all,
+)
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.protocol.fields import EXCHANGED_BYTES, is_count
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
@@ -66,7 +74,6 @@ LINK_SECONDS: Final = ASK_SECONDS + 1.0
 """Bound on a connection of another node."""
 KNOWN_POLL_SECONDS: Final = 0.1
 DETAIL_CHARACTERS: Final = 300
-_READ_BYTES: Final = 64 << 10
 _REPLY_BYTES_MAX: Final = EXCHANGED_BYTES + 1024
 
 
@@ -92,13 +99,13 @@ class Reachability:
         loop: asyncio.AbstractEventLoop,
         identity: Identity,
         directory: Directory,
-        token: str | None,
+        credentials: Credentials,
         counters: Counters,
     ) -> None:
         self._loop = loop
         self._identity = identity
         self._directory = directory
-        self._token = token
+        self._credentials = credentials
         self._counters = counters
         self._dialling = asyncio.Lock()
         self._queued = 0
@@ -146,7 +153,7 @@ class Reachability:
     ) -> Result:
         """The answer of a node to `request`; UNASKED if there is none."""
         try:
-            link = await dial(self._loop, location, endpoint, REACHABILITY, self._token)
+            link = await dial(self._loop, location, endpoint, REACHABILITY, self._credentials)
             with _caller(self._loop, link) as caller:
                 async with asyncio.timeout(seconds):
                     await caller.send(request)
@@ -183,7 +190,7 @@ class Reachability:
 
     async def _dial(self, location: Location, endpoint: str) -> Result:
         try:
-            link = await dial(self._loop, location, endpoint, REACHABILITY, self._token)
+            link = await dial(self._loop, location, endpoint, REACHABILITY, self._credentials)
         except NodeRefused as refusal:
             return await self._refused(location, endpoint, refusal)
         except (LookupBufferError, ValueError) as error:
@@ -195,7 +202,7 @@ class Reachability:
         """What the refusal of a connection for this purpose means: an older node knows none, and
         accepts one for hand-offs."""
         try:
-            link = await dial(self._loop, location, endpoint, HANDOFFS, self._token)
+            link = await dial(self._loop, location, endpoint, HANDOFFS, self._credentials)
         except NodeRefused as reason:
             return Result(Reached.OTHER, str(reason))
         except (LookupBufferError, ValueError):
@@ -265,16 +272,15 @@ class _Caller:
         self._received: list[Any] = []
 
     async def send(self, request: Request) -> None:
-        await self._loop.sock_sendall(
-            self._stream, encode_frame(request.to_wire(), mac=self._sends)
-        )
+        frame = encode_frame(request.to_wire(), mac=self._sends)
+        await send_all(self._loop, self._stream, frame)
         if self._sends is not None:
             self._sends.next()
 
     async def reply(self) -> dict[str, Any]:
         """Raises PipeClosed, ProtocolError or OSError."""
         while not self._received:
-            data = await self._loop.sock_recv(self._stream, _READ_BYTES)
+            data = await received(self._loop, self._stream)
             if not data:
                 raise PipeClosed("the remote end closed the connection")
             self._received += [header for header, _ in self._decoder.feed(data)]

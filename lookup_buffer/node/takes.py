@@ -29,7 +29,7 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena, Pin
 from lookup_buffer.node.connection import Connection, Session, granted
 from lookup_buffer.node.handoffs import Handoffs, Lease
-from lookup_buffer.node.links import HANDOFFS, again_seconds, dial
+from lookup_buffer.node.links import HANDOFFS, Credentials, again_seconds, dial
 from lookup_buffer.node.locate import Located, Locator, Waiting
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Source, Wanted
@@ -68,7 +68,7 @@ class Owner:
     location: Location
     endpoint: str
     loop: asyncio.AbstractEventLoop
-    token: str | None
+    credentials: Credentials
     _used_until: float = 0.0
     """The end of the last lease on it, or the time of the last message."""
     _connection: Connection | None = None
@@ -169,7 +169,7 @@ class Owner:
         if not self._asked:
             return
         try:
-            link = await dial(self.loop, self.location, self.endpoint, HANDOFFS, self.token)
+            link = await dial(self.loop, self.location, self.endpoint, HANDOFFS, self.credentials)
         except (LookupBufferError, ValueError):  # the endpoint is no address
             self._unreached()
             return
@@ -219,7 +219,7 @@ def _set(asked: "asyncio.Future[OwnerReply]", answer: OwnerReply) -> bool:
 class Owners:
     loop: asyncio.AbstractEventLoop
     directory: Directory
-    token: str | None
+    credentials: Credentials
     _owners: dict[tuple[str, str], Owner] = field(default_factory=dict)
 
     def at(self, location: Location, endpoint: str) -> Owner:
@@ -227,7 +227,7 @@ class Owners:
         boot = (location.node, location.boot)
         owner = self._owners.get(boot)
         if owner is None:
-            owner = self._owners[boot] = Owner(location, endpoint, self.loop, self.token)
+            owner = self._owners[boot] = Owner(location, endpoint, self.loop, self.credentials)
         return owner
 
     def tick(self) -> None:

@@ -36,7 +36,7 @@ from lookup_buffer.errors import (
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena, Item, Pin
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.links import TENSORS, ThreadPool, dial
+from lookup_buffer.node.links import TENSORS, Credentials, ThreadPool, dial
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.storage import Breaker
 from lookup_buffer.protocol.framing import Frame
@@ -172,7 +172,7 @@ class Fetcher:
     loop: asyncio.AbstractEventLoop
     arena: Arena
     counters: Counters
-    token: str | None
+    credentials: Credentials
     _holders: dict[tuple[str, str, bool], Holder] = field(default_factory=dict)
     """By node, endpoint and whether hand-offs are fetched: these wait for no shared tensors, since
     their leases end."""
@@ -275,7 +275,7 @@ class Fetcher:
                     raise
                 holder.close_links(math.inf)
         location, endpoint = batch.left[0].source
-        dialled = await dial(self.loop, location, endpoint, TENSORS, self.token)
+        dialled = await dial(self.loop, location, endpoint, TENSORS, self.credentials)
         await self._receive_over(dialled.framed(), holder, batch)
 
     async def _receive_over(self, link: FramedSocket, holder: Holder, batch: Batch) -> None:

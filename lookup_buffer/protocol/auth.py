@@ -27,10 +27,12 @@ from lookup_buffer.protocol.framing import Mac, Macs, pack
 from lookup_buffer.protocol.sockets import connected_socket
 from lookup_buffer.protocol.stream import FramedSocket, FramedSocketLimits, FrameStream
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 OLDEST_VERSION: Final = 4
 """Version 4 has no connections of the role "reachability"; 3 is not spoken: its proofs counted for
 any address."""
+_NAMED_VERSION: Final = 6
+"""Since then a hello may name the client."""
 HELLO_BYTES: Final = 1024
 """No header of a handshake is larger."""
 _NONCE_BYTES: Final = 32
@@ -50,6 +52,8 @@ class Purpose(NamedTuple):
     """The id of the node that it expects there."""
     boot: str = ""
     """The boot of that node; empty if each request names one."""
+    client: str = ""
+    """The id of the client's node, over TLS only: its certificate has that name."""
 
 
 PIPE: Final = Purpose()
@@ -214,8 +218,10 @@ def _run(connection: FrameStream, dialogue: Dialogue, deadline: float) -> Agreem
 
 
 def client_dialogue(token: str | None, purpose: Purpose) -> Dialogue:
-    versions = [OLDEST_VERSION, PROTOCOL_VERSION]
-    ours = ["hello", versions, os.urandom(_NONCE_BYTES), token is not None, list(purpose)]
+    oldest = _NAMED_VERSION if purpose.client else OLDEST_VERSION
+    fields = list(purpose if purpose.client else purpose[:-1])
+    nonce = os.urandom(_NONCE_BYTES)
+    ours = ["hello", [oldest, PROTOCOL_VERSION], nonce, token is not None, fields]
     theirs = _heard((yield ours))
     match theirs:
         case ["hello", int(version), bytes(nonce), bool(has_token)] if len(nonce) == _NONCE_BYTES:
@@ -241,7 +247,7 @@ def server_dialogue(token: str | None, accepts: Accepts) -> Dialogue:
     match theirs:
         case ["hello", _, bytes(nonce), bool(has_token), list(fields)] if (
             len(nonce) == _NONCE_BYTES
-            and len(fields) == len(Purpose._fields)
+            and len(fields) in (len(Purpose._fields) - 1, len(Purpose._fields))
             and all(isinstance(one, str) for one in fields)
         ):
             purpose = Purpose(*fields)

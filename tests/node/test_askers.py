@@ -21,7 +21,13 @@ from lookup_buffer.errors import (
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node import takes
-from lookup_buffer.node.links import AGAIN_PART_MIN, AGAIN_SECONDS, AGAIN_SECONDS_MAX, Link
+from lookup_buffer.node.links import (
+    AGAIN_PART_MIN,
+    AGAIN_SECONDS,
+    AGAIN_SECONDS_MAX,
+    Credentials,
+    Link,
+)
 from lookup_buffer.node.takes import UNREACHED, Owner
 from lookup_buffer.protocol.auth import PROTOCOL_VERSION, Purpose, connect
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
@@ -253,7 +259,7 @@ def test_a_connection_stays_until_its_last_lease_ends(
 ) -> None:
     """For with the link ends what was taken by way of it."""
     loop = AheadOfTime()
-    owner = Owner(AT, ENDPOINT, loop, None)
+    owner = Owner(AT, ENDPOINT, loop, Credentials())
     ours, theirs = socket.socketpair()
     asked = loop.create_task(owner.take(ADDRESS, loop.time() + 1e4))
     loop.run_for(0.1)
@@ -281,7 +287,7 @@ def test_a_lease_for_a_request_that_was_cancelled_is_given_back(
     dialled: "list[asyncio.Future[Link]]",
 ) -> None:
     loop = AheadOfTime()
-    owner = Owner(AT, ENDPOINT, loop, None)
+    owner = Owner(AT, ENDPOINT, loop, Credentials())
     ours, theirs = socket.socketpair()
     asked = loop.create_task(owner.take(ADDRESS, loop.time() + 5.0))
     loop.run_for(0.1)
@@ -304,7 +310,7 @@ def test_a_request_without_an_answer_ends_soon_after_its_deadline(
 ) -> None:
     """It leaves the queue at the deadline, and a lease that comes later is given back."""
     loop = AheadOfTime()
-    owner = Owner(AT, ENDPOINT, loop, None)
+    owner = Owner(AT, ENDPOINT, loop, Credentials())
     ours, theirs = socket.socketpair()
     asked = loop.create_task(owner.take(ADDRESS, loop.time() + 0.3))
     loop.run_for(0.1)
@@ -326,7 +332,7 @@ def test_attempts_to_connect_are_rate_limited_and_end_with_the_requests(
     dialled: "list[asyncio.Future[Link]]",
 ) -> None:
     loop, asked = VirtualLoop(), list[asyncio.Task[OwnerReply]]()
-    owner = Owner(AT, ENDPOINT, loop, None)
+    owner = Owner(AT, ENDPOINT, loop, Credentials())
     for attempt in range(10):
         asked.append(loop.create_task(owner.take(ADDRESS, loop.time() + 5.0)))
         if attempt:

@@ -20,7 +20,7 @@ READERS = 6
 READER = """
 import asyncio, hashlib
 from lookup_buffer.access import user_token
-from lookup_buffer.node.links import TENSORS, dial
+from lookup_buffer.node.links import TENSORS, Credentials, dial
 from store import Location
 
 node, boot, generation, endpoint, namespace, key, connections, reads = receive()
@@ -40,7 +40,8 @@ async def run():
     loop = asyncio.get_running_loop()
     links = []
     for _ in range(connections):
-        links.append((await dial(loop, location, endpoint, TENSORS, user_token())).framed())
+        credentials = Credentials(user_token())
+        links.append((await dial(loop, location, endpoint, TENSORS, credentials)).framed())
     send("connected")
     await asyncio.to_thread(receive)
     answers = await asyncio.gather(*(asyncio.to_thread(read, link) for link in links))

@@ -16,6 +16,7 @@ NO_DESCRIPTOR_LEFT = """
 import asyncio, resource, socket, time
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.links import Credentials
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.handoffs import Askers
@@ -28,10 +29,11 @@ async def main():
     loop = asyncio.get_running_loop()
     arena = Arena(1 << 20, lambda address, reason: None)
     askers = Askers(loop, Handoffs(loop, arena, Counters(), 1.0), Counters())
-    server = PeerServer(loop, arena, Counters(), None, lambda _: None, askers)
+    server = PeerServer(loop, arena, Counters(), Credentials(), lambda _: None, askers)
     endpoint = server.listen("tcp://127.0.0.1:0")
     identity, directory = Identity("node", "boot", endpoint), Directory("node")
-    server.start(identity, directory, Reachability(loop, identity, directory, None, Counters()))
+    reachability = Reachability(loop, identity, directory, Credentials(), Counters())
+    server.start(identity, directory, reachability)
     address = parse_tcp(endpoint)
     first = socket.socket()  # for who connects; none is left for who accepts
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -21,6 +21,7 @@ import pytest
 import network
 import torture_fuzz
 from clusters import Sentinels
+from node_certificates import Files, settings_of
 from nodes import MIB, Nodes
 from scripts.run_tests import TORTURE_ROUNDS
 from servers import QUIET, ServerProcess, free_port, valkey_executable
@@ -191,10 +192,11 @@ def fuzz(socket: str) -> Round:
 
     def attacked(seed: int, seconds: float, folder: Path) -> Totals:
         with a_server(folder) as server, nodes_on(url_of(server)) as start:
-            node = start(
-                listen=f"tcp://127.0.0.1:{free_port()}",
-                http_listen=f"http://127.0.0.1:{free_port()}",
-            )
+            settings = {"http_listen": f"http://127.0.0.1:{free_port()}"}
+            if socket == "tls":
+                settings |= settings_of(Files(folder / "tls").of("fuzzed"), "fuzzed")
+            scheme = "tls" if socket == "tls" else "tcp"
+            node = start(**settings | {"listen": f"{scheme}://127.0.0.1:{free_port()}"})
             return torture_fuzz.attack(node, socket, seed, seconds)
 
     return attacked

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from lookup_buffer.config import parse_address
 from lookup_buffer.errors import LookupBufferError, PipeError
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
@@ -43,6 +44,7 @@ from lookup_buffer.protocol.fields import (
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame, pack
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Request, field_names
+from lookup_buffer.protocol.tls import Tls
 from nodes import MIB, ROOT, NodeProcess, at_rest, wait_until
 from observing import address_of, get
 from patience import scaled
@@ -304,18 +306,17 @@ class NodeTarget(Target):
     def send_all(self, number: int) -> tuple[int, str]:
         chance, frames = self.sequence(number)
         way = chance.randrange(4)
-        host, _, port = self._endpoint.removeprefix("tcp://").rpartition(":")
-        stream = socket.create_connection((host, int(port)), ANSWER_SECONDS)
+        stream = self._connected()
         if way == 0:  # without a handshake
             data = chance.choice([*GARBAGE, chance.randbytes(200), *frames[:1]])
             self.last.append(data)
             with stream:
                 return 1, exchanged(stream, data, False)
         if way == 1:
-            purpose = Purpose("handoffs", self._endpoint, self.node.node_id, self._boot)
+            purpose = self._purpose("handoffs", self._boot)
             end = spoiled(chance, request(chance, OWNER_KINDS))
         else:
-            purpose = Purpose("tensors", self._endpoint, self.node.node_id, "")
+            purpose = self._purpose("tensors", "")
             frames = [encode_frame(self._get(chance)) for _ in range(min(len(frames), AHEAD_MAX))]
             end = chance.choice([*GARBAGE, encode_frame(request(chance, OWNER_KINDS))])
         self.last.append(b"".join([*frames, end]))
@@ -329,12 +330,36 @@ class NodeTarget(Target):
         finally:
             link.abort()
 
+    def _connected(self) -> socket.socket:
+        return socket.create_connection(parse_address(self._endpoint), ANSWER_SECONDS)
+
+    def _purpose(self, role: str, boot: str) -> Purpose:
+        return Purpose(role, self._endpoint, self.node.node_id, boot)
+
     def _get(self, chance: random.Random) -> dict[str, Any]:
         items = [
             [chance.choice(NAMESPACES), _text(chance), anything(chance), anything(chance)]
             for _ in range(chance.choice((1, 2, 30, 256)))
         ]
         return {"op": "get", "items": items}
+
+
+class TlsTarget(NodeTarget):
+    """The same port by TLS, with a valid certificate."""
+
+    name = "tls"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        files = self.node.settings.tls_files()
+        assert files is not None
+        self._tls = Tls(files, self.node.node_id)
+
+    def _connected(self) -> socket.socket:
+        return self._tls.connected(super()._connected(), self.node.node_id, ANSWER_SECONDS)
+
+    def _purpose(self, role: str, boot: str) -> Purpose:
+        return super()._purpose(role, boot)._replace(client=self.node.node_id)
 
 
 PIPE_HOSTILE = list(hostile("frames", "pipe").values())
@@ -421,7 +446,7 @@ class HttpTarget(Target):
 
 
 TARGETS: dict[str, type[Target]] = {
-    target.name: target for target in (UnixTarget, NodeTarget, PipeTarget, HttpTarget)
+    target.name: target for target in (UnixTarget, NodeTarget, TlsTarget, PipeTarget, HttpTarget)
 }
 SOCKETS = tuple(TARGETS)
 

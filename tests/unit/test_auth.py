@@ -289,6 +289,25 @@ def test_the_newest_common_version_is_spoken(
 NODE = Purpose("tensors", "tcp://10.0.0.1:7000", "node-b")
 
 
+@pytest.mark.parametrize(
+    ("client", "offered", "fields"),
+    [("", [OLDEST_VERSION, PROTOCOL_VERSION], 4), ("node-a", [6, PROTOCOL_VERSION], 5)],
+)
+def test_only_a_hello_over_tls_names_the_client(
+    client: str, offered: list[int], fields: int
+) -> None:
+    """A node of version 5 understands no hello with a name, and is sent none."""
+    purpose = NODE._replace(client=client)
+    said = next(auth.client_dialogue(None, purpose))
+    assert said is not None
+    assert (said[1], said[4]) == (offered, list(purpose[:fields]))
+    server = auth.server_dialogue(None, lambda _: "")
+    next(server)
+    with pytest.raises(StopIteration) as agreed:
+        server.send(said)
+    assert agreed.value.value.purpose == purpose
+
+
 def test_a_proof_is_for_one_purpose(raw_client: tuple[FramedSocket, Server]) -> None:
     """An attacker who passes a client's proof on to another node has to change its hello."""
     link, _ = raw_client

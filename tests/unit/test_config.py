@@ -1,6 +1,7 @@
 """Settings: each wrong one is refused by name, with its value and what is allowed."""
 
 import os
+import secrets
 from pathlib import Path
 
 import pytest

@@ -18,6 +18,7 @@ from lookup_buffer.node.arena import PEER_OWNER, Arena, Pin
 from lookup_buffer.node.connection import Connection, Session, Tasks
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Askers, Handoffs
+from lookup_buffer.node.links import Credentials
 from lookup_buffer.node.locate import Located, Waiting
 from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.takes import Owners, Taken, Takes
@@ -139,8 +140,9 @@ class Pair:
         monkeypatch.setattr(takes, "dial", self.link.dial)
         parts: Any = self
         self.waiting = Waiting(self.loop, parts)
+        owners = Owners(self.loop, parts, Credentials())
         self.takes = Takes(
-            self.loop, self.here.arena, self.here.handoffs, Owners(self.loop, parts, None), parts,
+            self.loop, self.here.arena, self.here.handoffs, owners, parts,
             parts, Identity("taker", "boot", ""), self.waiting, parts,
         )  # fmt: skip
         anchor: Any = None

@@ -14,6 +14,7 @@ from lookup_buffer.errors import PipeBroken, PipeTimeout
 from lookup_buffer.node import transfer
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.links import Credentials
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.transfer import (
     FETCH_OWNER,
@@ -116,7 +117,7 @@ class Fetching:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fate: Fate) -> None:
         self.links: list[Link] = []
         self.arena = Arena(1 << 20, lambda _address, _reason: None)
-        self.fetcher = Fetcher(asyncio.get_running_loop(), self.arena, Counters(), None)
+        self.fetcher = Fetcher(asyncio.get_running_loop(), self.arena, Counters(), Credentials())
         self.settled: dict[str, Fetched] = {}
 
         async def dial(*_: Any) -> Dialled:

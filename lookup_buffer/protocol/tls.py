@@ -1,0 +1,338 @@
+"""Mutual TLS between nodes: contexts from files that may change, and sockets for two threads.
+
+`Tls` has what a node proves itself with, and by whom others must be certified: for the files of
+`BufferConfig`. A certificate names its node, so a certified node can pose as no other. TLS 1.3
+only. `TlsSocket` takes the place of a plain socket in all code above. Contexts are used on the
+loop's thread; for those of sockets see there.
+"""
+
+import errno
+import logging
+import math
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, TypeVar
+
+from lookup_buffer.config import TLS_FILES, TlsFiles
+from lookup_buffer.errors import ConfigError, NodeRefused
+from store.tls import TlsOptionError, file_stamp, tls_context
+
+RECORD_BYTES: Final = 16 << 10
+"""Of one record; OpenSSL sends and receives one at a time."""
+_SETTINGS: Final = dict(
+    zip(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), TLS_FILES, strict=True)
+)
+_TIMEVAL: Final = struct.Struct("@ll")
+_NAMES: Final = ("DNS", "URI")
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class TlsSocket(ssl.SSLSocket):
+    """A TLS connection with the methods and meanings of a plain socket that this package uses.
+
+    So one thread may send while another receives, and MSG_DONTWAIT, SO_RCVTIMEO and SO_SNDTIMEO
+    count. OpenSSL serves one thread at a time: its calls are made by turns and never wait; who has
+    to wait does so outside of them. What a send could not send is repeated by the next one, which
+    begins with the same bytes and is not shorter.
+
+    `dup` returns the same object, which the last `close` closes.
+    """
+
+    def __new__(cls, *arguments: Any, **options: Any) -> "TlsSocket":
+        self = super().__new__(cls, *arguments, **options)
+        self._turn = _Turn()
+        self._waits = False
+        self._seconds = {socket.SO_RCVTIMEO: math.inf, socket.SO_SNDTIMEO: math.inf}
+        self._owners = 1
+        self._counting = threading.Lock()
+        return self
+
+    _turn: "_Turn"
+    _waits: bool
+    _seconds: dict[int, float]
+    _owners: int
+    _counting: threading.Lock
+
+    def shake_hands(self, timeout: float) -> None:
+        """The handshake of TLS on the caller's thread, in so many seconds.
+
+        Raises:
+            OSError: it failed; BlockingIOError: it took too long.
+        """
+        self._waits, self._seconds[socket.SO_RCVTIMEO] = True, timeout
+        self._moved(self.do_handshake, socket.SO_RCVTIMEO)
+
+    def recv(self, buflen: int = RECORD_BYTES, flags: int = 0) -> bytes:
+        return self._moved(lambda: super(TlsSocket, self).recv(buflen), socket.SO_RCVTIMEO, flags)
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
+        move = super().recv_into
+        return self._moved(lambda: move(buffer, nbytes or None), socket.SO_RCVTIMEO, flags)
+
+    def recvmsg(  # type: ignore[override]  # refused by the base class
+        self, bufsize: int, ancbufsize: int = 0, flags: int = 0
+    ) -> tuple[bytes, list[Any], int, None]:
+        """Descriptors cannot come: `ancbufsize` does not count."""
+        return self.recv(bufsize, flags), [], 0, None
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        move = super().send
+        return self._moved(lambda: move(data), socket.SO_SNDTIMEO, flags)
+
+    def sendmsg(  # type: ignore[override]  # refused by the base class
+        self, buffers: Iterable[Any], ancdata: Iterable[Any] = (), flags: int = 0
+    ) -> int:
+        """At most what fits one record is sent."""
+        together = bytearray()
+        for buffer in buffers:
+            together += memoryview(buffer)[: RECORD_BYTES - len(together)]
+        return self.send(together, flags)
+
+    def setsockopt(self, level: int, option: int, value: Any, *rest: Any) -> None:
+        if level == socket.SOL_SOCKET and option in self._seconds:
+            seconds, microseconds = _TIMEVAL.unpack(value)
+            self._seconds[option] = seconds + microseconds / 1e6
+        else:
+            super().setsockopt(level, option, value, *rest)
+
+    def setblocking(self, flag: bool) -> None:
+        self._waits = flag  # the descriptor never blocks
+
+    def dup(self) -> "TlsSocket":
+        with self._counting:
+            self._owners += 1
+        return self
+
+    def close(self) -> None:
+        with self._counting:
+            self._owners -= 1
+            is_last = self._owners == 0
+        if is_last:
+            super().close()
+
+    def _moved(self, move: Callable[[], T], option: int, flags: int = 0) -> T:
+        """The result of `move`, which reads or writes. `option`: whose timeout bounds the waits for
+        it."""
+        until = None
+        while True:
+            with self._turn:
+                try:
+                    return move()
+                except ssl.SSLWantReadError:
+                    event = select.POLLIN
+                except ssl.SSLWantWriteError:
+                    event = select.POLLOUT
+            if flags & socket.MSG_DONTWAIT or not self._waits:
+                raise BlockingIOError(errno.EAGAIN, "TLS has to wait")
+            if until is None:
+                until = time.monotonic() + self._seconds[option]
+            self._wait(event, until - time.monotonic())
+
+    def _wait(self, event: int, seconds: float) -> None:
+        poller = select.poll()
+        poller.register(self, event)
+        if not poller.poll(None if seconds == math.inf else max(0.0, seconds) * 1000):
+            raise BlockingIOError(errno.EAGAIN, "the time for TLS has passed")
+
+
+class _Turn:
+    """A lock. Who waits for it gets it before who has just had it: a thread that sends without
+    pause does not keep the loop's thread waiting."""
+
+    def __init__(self) -> None:
+        self._next, self._now = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._now.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._now.release()
+
+
+class _Contexts(NamedTuple):
+    dials: ssl.SSLContext
+    accepts: ssl.SSLContext
+    expires: float = 0.0
+    """When this node's certificate does, in seconds of the epoch."""
+
+
+class Tls:
+    """TLS with other nodes, as the node `node`. The files are read again when one has changed; if
+    they do not fit together then, a warning is logged and those before stay in use."""
+
+    def __init__(self, files: TlsFiles, node: str) -> None:
+        """Raises ConfigError: a file cannot be used. The message names its setting and says why."""
+        self.node = node
+        self._files = files
+        self._stamps = self._read_stamps()
+        self._contexts = _contexts(files, node)
+
+    @property
+    def expires(self) -> float:
+        """When this node's certificate does, in seconds of the epoch."""
+        return self._contexts.expires
+
+    def dialled(self, stream: socket.socket) -> TlsSocket:
+        """`stream`, newly connected, for TLS; its handshake follows. It is closed on any error."""
+        return _wrapped(stream, self._current().dials, server_side=False)
+
+    def accepted(self, stream: socket.socket) -> TlsSocket:
+        """The accepting side of `dialled`."""
+        return _wrapped(stream, self._current().accepts, server_side=True)
+
+    def connected(self, stream: socket.socket, node: str, timeout: float) -> TlsSocket:
+        """`stream`, newly connected to `node`, after the handshake of TLS on the caller's thread,
+        in `timeout` seconds. It is closed on any error.
+
+        Raises:
+            TlsRefused: there is no TLS with the other end, or its certificate is of another node.
+            OSError: the connection failed, or it took too long.
+        """
+        secured = self.dialled(stream)
+        try:
+            secured.shake_hands(timeout)
+            check_names(secured, node)
+        except ssl.SSLError as error:
+            secured.close()
+            raise TlsRefused(explained(error)) from error
+        except BaseException:
+            secured.close()
+            raise
+        return secured
+
+    def _current(self) -> _Contexts:
+        stamps = self._read_stamps()
+        if stamps != self._stamps:
+            self._stamps = stamps
+            try:
+                self._contexts = _contexts(self._files, self.node)
+            except ConfigError as error:
+                _log.warning("changed files are not used until they change again: %s", error)
+            else:
+                _log.info("the changed files of TLS are used from now on")
+        return self._contexts
+
+    def _read_stamps(self) -> list[tuple[int, ...] | None]:
+        return [file_stamp(path) for path in self._files]
+
+
+class TlsRefused(NodeRefused):
+    """There is no TLS with the other end, or its certificate is of another node."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"refused: {why}")
+
+
+def check_names(stream: TlsSocket, node: str) -> None:
+    """Raises TlsRefused: the certificate of the other end, after the handshake, is not that of
+    `node`."""
+    if refusal := name_refusal(stream, node):
+        raise TlsRefused(refusal)
+
+
+def name_refusal(stream: TlsSocket, node: str) -> str:
+    """Why the certificate of the other end is not that of `node`; empty if it is."""
+    names = _names(stream.getpeercert())
+    return "" if node in names else f"the certificate is of {_listed(names)}, not of {node}"
+
+
+def explained(error: ssl.SSLError) -> str:
+    """Why TLS with the other end failed."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused here: {error.verify_message}"
+    _, _, alert = (error.reason or "").partition("_ALERT_")
+    if alert:
+        return f"it ended TLS with this node: {alert.lower().replace('_', ' ')}"
+    return f"no TLS with it: {(error.reason or 'the connection ended').lower().replace('_', ' ')}"
+
+
+def _wrapped(stream: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> TlsSocket:
+    try:
+        stream.setblocking(False)
+        secured = context.wrap_socket(
+            stream, server_side=server_side, do_handshake_on_connect=False
+        )
+    except BaseException:
+        stream.close()
+        raise
+    assert isinstance(secured, TlsSocket)
+    return secured
+
+
+def _contexts(files: TlsFiles, node: str) -> _Contexts:
+    """Raises ConfigError."""
+    options = {
+        "ssl_certfile": str(files.certificate),
+        "ssl_keyfile": str(files.key),
+        "ssl_ca_certs": str(files.authority),
+        "ssl_check_hostname": False,  # a name is that of a node, see `check_names`
+    }
+    try:
+        dials = tls_context(options)
+    except TlsOptionError as error:
+        setting = _SETTINGS.get(error.option, error.option)
+        raise ConfigError(f"setting {setting!r} is {str(error.value)!r}: {error.why}") from error
+    accepts = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        accepts.load_verify_locations(files.authority)
+        accepts.load_cert_chain(files.certificate, files.key, password="")
+    except OSError as error:
+        raise ConfigError(f"the files of TLS changed while they were read: {error}") from error
+    accepts.verify_mode = ssl.CERT_REQUIRED
+    accepts.num_tickets = 0  # a ticket would look like an answer that nobody requested
+    for context in (dials, accepts):
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.sslsocket_class = TlsSocket
+    own = _checked_own(_Contexts(dials, accepts), files, node)
+    return _Contexts(dials, accepts, ssl.cert_time_to_seconds(own["notAfter"]))
+
+
+def _checked_own(contexts: _Contexts, files: TlsFiles, node: str) -> dict[str, Any]:
+    """This node's certificate, as `getpeercert` returns it. Its two ends meet in memory: what they
+    refuse, other nodes refuse as well.
+
+    Raises:
+        ConfigError: the certificate is not of the authority, not valid now, or not of this node.
+    """
+    to_dialling, to_accepting = ssl.MemoryBIO(), ssl.MemoryBIO()
+    dialling = contexts.dials.wrap_bio(to_dialling, to_accepting)
+    accepting = contexts.accepts.wrap_bio(to_accepting, to_dialling, server_side=True)
+    setting = f"setting {TLS_FILES[0]!r} is {str(files.certificate)!r}"
+    try:
+        for end in (dialling, accepting, dialling, accepting):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(
+            f"{setting}: {error.verify_message}; allowed: a certificate that is valid now, for "
+            f"servers and clients, of an authority in {files.authority}"
+        ) from error
+    except ssl.SSLError as error:
+        raise ConfigError(f"{setting}: it cannot be used for TLS 1.3: {error.reason}") from error
+    certificate: dict[str, Any] = dialling.getpeercert() or {}
+    names = _names(certificate)
+    if node not in names:
+        raise ConfigError(
+            f"{setting}, which is of {_listed(names)}; allowed: one with the DNS or URI name "
+            f"{node!r}, the 'node_id'"
+        )
+    return certificate
+
+
+def _names(certificate: Any) -> list[str]:
+    """`certificate` as `getpeercert` returns it."""
+    entries = (certificate or {}).get("subjectAltName", ())
+    return [value for kind, value in entries if kind in _NAMES]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(repr(name[:64]) for name in names[:4]) or "no DNS or URI name"

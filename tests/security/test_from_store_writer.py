@@ -1,0 +1,186 @@
+"""Who can write Redis, or sits between two nodes, and has no token."""
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+import pytest
+import torch
+
+from command_line import beating, boot_of, publish
+from lookup_buffer.config import parse_tcp
+from lookup_buffer.errors import MissingTensor, NodeRefused, PipeError
+from lookup_buffer.namespace import Namespace
+from lookup_buffer.node.links import HANDOFFS, TENSORS, dial
+from lookup_buffer.protocol.auth import Purpose, connect
+from lookup_buffer.protocol.framing import encode_frame
+from nodes import StartNode, handoff, key, tensor_of, wait_until, with_store
+from peer_servers import NAMESPACE, TOKEN, WITH_TOKEN, Bench, answered, on_a_loop
+from proxies import Relay
+from servers import StartServer, command
+from store import open_store
+
+
+@asynccontextmanager
+async def relay(endpoint: str, forged: list[bytes]) -> AsyncIterator[str]:
+    """An attacker who passes all bytes on, and then adds `forged` ones to those of the client."""
+    loop, host_port = asyncio.get_running_loop(), parse_tcp(endpoint)
+
+    async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            target.write(data)
+            await target.drain()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(*host_port)
+        back = loop.create_task(pump(far_reader, writer))
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                far_writer.write(data)
+                for one in forged[:] if b"items" in data else []:
+                    far_writer.write(one)
+        back.cancel()
+        writer.close()
+        far_writer.close()
+
+    server = await asyncio.start_server(pass_on, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        yield f"tcp://127.0.0.1:{port}"
+
+
+@contextmanager
+def forging(store_url: str, forged: dict[tuple[str, str], str]) -> Iterator[None]:
+    """Write these fields of hashes in Redis again and again, faster than the nodes theirs."""
+    over = threading.Event()
+
+    def write() -> None:
+        while not over.wait(0.01):
+            for (name, field), value in forged.items():
+                command(store_url, "HSET", name, field, value)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_forged_address_of_a_node_leads_to_no_tensor(
+    start_node: StartNode, start_server: StartServer
+) -> None:
+    """The attacker makes node A dial him, passes its handshake on to node B, and would then ask B
+    for tensors, and give A other ones."""
+    url, attacker, name = start_server().url, Relay(), key()
+    b = start_node(node_id="b", store_url=url, token=TOKEN)
+    with_store(b)
+    with b.client() as client:
+        client.insert(name, tensor_of("true", 1000))
+    with open_store(url) as store:
+        wait_until(lambda: store.node_infos(["b"]), 10.0)
+        true = store.node_infos(["b"])["b"].endpoint
+    attacker.connect_to(parse_tcp(true)[1])
+    try:
+        with forging(url, {("lb:node:b", "endpoint"): f"tcp://127.0.0.1:{attacker.port}"}):
+            a = start_node(node_id="a", store_url=url, token=TOKEN)
+            wait_until(lambda: a.stats()["nodes_alive"] == 2, 10.0)
+            with a.client() as client, pytest.raises(MissingTensor, match="peer_failed"):
+                client.select(name)
+            with a.client() as client, pytest.raises(MissingTensor):
+                client.drop_select(handoff(), timeout=0.0)
+        assert attacker.connections > 0, "the attack took place"
+        assert b.stats().get("bytes_served", 0) == 0
+    finally:
+        attacker.close()
+    command(url, "HSET", "lb:node:b", "endpoint", true)
+    honest = start_node(node_id="c", store_url=url, token=TOKEN)
+    wait_until(lambda: honest.stats()["nodes_alive"] == 3, 10.0)
+    with honest.client() as client:
+        tensor = client.select(name, timeout=10.0)
+        assert tensor is not None
+        assert torch.equal(tensor, tensor_of("true", 1000))
+    assert b.stats()["bytes_served"] == 1000
+
+
+def test_a_forged_holder_without_the_token_gives_no_tensor(
+    start_node: StartNode, start_server: StartServer
+) -> None:
+    """The attacker adds a node of his own to the fleet, and to the record. He passes handshakes on
+    to a real node."""
+    url, attacker, name = start_server().url, Relay(), key()
+    b = start_node(node_id="b", store_url=url, token=TOKEN)
+    a = start_node(node_id="a", store_url=url, token=TOKEN)
+    with open_store(url) as store:
+        wait_until(lambda: store.node_infos(["b"]), 10.0)
+        info = store.node_infos(["b"])["b"]
+        attacker.connect_to(parse_tcp(info.endpoint)[1])
+        endpoint = f"tcp://127.0.0.1:{attacker.port}"
+        mine = dataclasses.replace(info, node="mallory", boot=boot_of("mallory"), endpoint=endpoint)
+        store.describe_node(mine)
+        namespace = Namespace.named("tests").fingerprint
+        with beating(store, "mallory"):
+            publish(store, namespace, str(name), "mallory", shape=(10, 10))
+            wait_until(lambda: a.stats()["nodes_alive"] == 3, 10.0)
+            with a.client() as client, pytest.raises(MissingTensor, match="peer_failed"):
+                client.select(name)
+    assert attacker.connections > 0, "the attack took place"
+    attacker.close()
+    assert b.stats().get("bytes_served", 0) == 0
+
+
+def test_a_handshake_that_is_passed_on_is_refused() -> None:
+    """Who can write Redis makes a node dial him; he cannot use its proof for another node."""
+
+    async def test(bench: Bench) -> None:
+        async with relay(bench.endpoint, []) as forged_location:
+            for role in (TENSORS, HANDOFFS):
+                with pytest.raises(NodeRefused, match="node node-b listens here"):
+                    await dial(bench.loop, bench.location, forged_location, role, WITH_TOKEN)
+        assert not bench.server._readers
+        assert not bench.askers
+
+    on_a_loop(test)
+
+
+@pytest.mark.parametrize(
+    ("purpose", "reason"),
+    [
+        (Purpose("tensors", "", "another-node"), "node node-b listens here"),
+        (Purpose("handoffs", "", "node-b", "another boot"), "started again"),
+        (Purpose("pipe", "", "node-b"), "a node listens here"),
+    ],
+)
+def test_who_expects_another_end_is_refused(purpose: Purpose, reason: str) -> None:
+    async def test(bench: Bench) -> None:
+        meant = purpose._replace(endpoint=bench.endpoint)
+        with pytest.raises(NodeRefused, match=reason):
+            await asyncio.to_thread(
+                connect, *parse_tcp(bench.endpoint), token=TOKEN, timeout=5.0, purpose=meant
+            )
+
+    on_a_loop(test)
+
+
+def test_a_request_that_is_injected_ends_the_connection() -> None:
+    """An attacker on the path passes the handshake on unchanged, since the address is the right
+    one, and then asks for tensors himself."""
+
+    async def test(bench: Bench) -> None:
+        item = [NAMESPACE, "k", "boot", bench.insert("k", 100)]
+        own = encode_frame({"op": "get", "items": [item]})
+        async with relay(bench.endpoint, [own]) as address:
+            purpose = Purpose("tensors", bench.endpoint, "node-b")
+            link = await asyncio.to_thread(
+                connect, *parse_tcp(address), token=TOKEN, timeout=5.0, purpose=purpose
+            )
+            with suppress(PipeError):
+                await answered(link, item, item)
+            await bench.until(lambda: bench.counters.totals().get("protocol_errors") == 1)
+            await bench.until(lambda: not bench.server._readers and bench.pins() == 0)
+            link.abort()
+
+    on_a_loop(test)

@@ -1,0 +1,33 @@
+"""Certificates of nodes for tests, by the authority that `lookup-buffer certificates` makes."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+from lookup_buffer.cli.certificates import Authority
+from lookup_buffer.config import TLS_FILES, TlsFiles
+from lookup_buffer.protocol.tls import Tls
+
+DAY = datetime.timedelta(days=1)
+
+
+class Files:
+    """What an authority has signed, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self._authority = Authority.of(folder)
+
+    def of(self, node: str, *, days: int = 30, now: datetime.datetime | None = None) -> TlsFiles:
+        """Valid from now on, or from `now`."""
+        certificate, private = self._authority.certify(node, self.folder, days * DAY, now)
+        return TlsFiles(certificate, private, self.folder / "authority.pem")
+
+    def tls(self, node: str) -> Tls:
+        return Tls(self.of(node), node)
+
+
+def settings_of(files: TlsFiles, node: str) -> dict[str, Any]:
+    given: dict[str, Any] = dict(zip(TLS_FILES, files, strict=True))
+    return {**given, "node_id": node, "listen": "tls://127.0.0.1:0"}

@@ -1,0 +1,155 @@
+"""`TlsSocket`: a TLS connection with the methods and meanings of a plain socket."""
+
+import datetime
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from lookup_buffer.protocol.tls import RECORD_BYTES, Tls, TlsSocket
+from node_certificates import Files
+from patience import scaled
+
+Ends = tuple[TlsSocket, TlsSocket]
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    return Files(tmp_path_factory.mktemp("tls") / "files").tls("node-a")
+
+
+@pytest.fixture
+def ends(tls: Tls) -> Iterator[Ends]:
+    here, there = socket.socketpair()
+    dialled, accepted = tls.dialled(here), tls.accepted(there)
+    other = threading.Thread(target=accepted.shake_hands, args=(scaled(5.0),))
+    other.start()
+    dialled.shake_hands(scaled(5.0))
+    other.join()
+    yield dialled, accepted
+    dialled.close()
+    accepted.close()
+
+
+def allow(stream: socket.socket, seconds: float) -> None:
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        stream.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def test_what_would_wait_is_refused_without_waiting(ends: Ends) -> None:
+    here, there = ends
+    memory = memoryview(bytearray(100))
+    here.setblocking(True)
+    with pytest.raises(BlockingIOError):
+        here.recv_into(memory, 0, socket.MSG_DONTWAIT)
+    with pytest.raises(BlockingIOError):
+        here.recvmsg(100, 0, socket.MSG_DONTWAIT)
+    with pytest.raises(BlockingIOError):
+        while True:
+            here.sendmsg((b"x" * 100, bytes(RECORD_BYTES)), (), socket.MSG_DONTWAIT)
+    there.setblocking(False)
+    assert there.recv(200)[:101] == b"x" * 100 + b"\0"
+
+
+def test_a_record_that_trickles_is_bounded_by_the_timeout(tls: Tls) -> None:
+    """The kernel's timeout would begin anew with each byte."""
+    here, there = socket.socketpair()
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    contexts = tls._current()
+    peer = contexts.accepts.wrap_bio(received, sent, server_side=True)
+    over = threading.Event()
+
+    def trickle() -> None:
+        with suppress(OSError):
+            while True:
+                try:
+                    peer.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    there.sendall(sent.read())
+                    received.write(there.recv(1 << 16))
+            there.sendall(sent.read())
+            peer.write(b"x" * 10_000)
+            for byte in sent.read():
+                there.sendall(bytes([byte]))
+                if over.wait(0.02):
+                    return
+
+    other = threading.Thread(target=trickle)
+    other.start()
+    stream = tls.dialled(here)
+    try:
+        stream.shake_hands(scaled(5.0))
+        allow(stream, 0.3)
+        began = time.monotonic()
+        with pytest.raises(BlockingIOError):
+            stream.recv_into(memoryview(bytearray(100)))
+        assert 0.3 <= time.monotonic() - began < scaled(5.0)
+    finally:
+        over.set()
+        stream.close()
+        there.close()
+        other.join()
+
+
+def test_one_thread_sends_while_another_receives(ends: Ends) -> None:
+    """On each of the two objects, with full buffers in both directions."""
+    payload = memoryview(bytes(range(256)) * 4096 * 4)
+    targets = [bytearray(payload.nbytes) for _ in ends]
+    for end in ends:
+        end.setblocking(True)
+        allow(end, scaled(10.0))
+
+    def send(end: TlsSocket) -> None:
+        sent = 0
+        while sent < payload.nbytes:
+            sent += end.send(payload[sent:])
+
+    def receive(end: TlsSocket, target: bytearray) -> None:
+        got, view = 0, memoryview(target)
+        while got < payload.nbytes:
+            got += end.recv_into(view[got:])
+
+    threads = [threading.Thread(target=send, args=(end,)) for end in ends]
+    threads += [
+        threading.Thread(target=receive, args=(end, target))
+        for end, target in zip(ends, targets, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(target == payload for target in targets)
+
+
+def test_the_last_owner_closes_it(ends: Ends) -> None:
+    here, there = ends
+    again = here.dup()
+    here.close()
+    assert again.fileno() >= 0
+    again.setblocking(True)
+    assert again.send(b"still open") == 10
+    again.close()
+    assert again.fileno() == -1
+    there.setblocking(True)
+    assert (there.recv(100), there.recv(100)) == (b"still open", b"")
+
+
+def test_changed_files_are_read_once(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    files = Files(tmp_path_factory.mktemp("tls") / "files")
+    tls = files.tls("node-a")
+    before = tls._current()
+    assert tls._current() is before
+    files.of("node-a", now=datetime.datetime.now(datetime.UTC))
+    after = tls._current()
+    assert after is not before
+    assert tls._current() is after
