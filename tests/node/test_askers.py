@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lookup_buffer.access import user_token
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.client.handles import LoadOrder
 from lookup_buffer.config import parse_tcp
@@ -58,7 +59,7 @@ class Asker:
     def __init__(self, owner: NodeProcess, boot: str) -> None:
         host, port = parse_tcp(owner.config.listen)
         purpose = Purpose("handoffs", owner.config.listen, owner.node_id, boot)
-        self.link = connect(host, port, token=None, timeout=5.0, purpose=purpose)
+        self.link = connect(host, port, token=user_token(), timeout=5.0, purpose=purpose)
 
     def send(self, request: Request | dict[str, Any]) -> None:
         message = request if isinstance(request, dict) else request.to_wire()
