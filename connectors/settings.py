@@ -23,6 +23,7 @@ from lookup_buffer.config import (
     Bytes,
     explain,
     guard_listener,
+    parse_address,
     setting_advice,
 )
 from lookup_buffer.errors import ConfigError
@@ -107,10 +108,10 @@ class ConnectorSettings(SharedSettings):
 
     @model_validator(mode="after")
     def _guarded_lane(self) -> "ConnectorSettings":
-        if self.device_lane != "off" and self.device_lane_host is not None:
-            advice = setting_advice("token")
+        if self.device_lane != "off":
+            host = self.device_lane_host or parse_address(self.listen)[0]  # tls:// needs no token
             token = self.token or self.token_file
-            guard_listener("'device_lane_host'", self.device_lane_host, advice, token)
+            guard_listener("'device_lane_host'", host, setting_advice("token"), token)
         return self
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from command_line import run, run_json
+from connectors.settings import parse_settings
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.config import TLS_FILES, BufferConfig, TlsFiles, parse_address
 from lookup_buffer.errors import ConfigError, LookupBufferError, MissingTensor, NodeRefused
@@ -339,6 +340,15 @@ def test_settings_that_do_not_fit_are_refused(
 def test_a_certificate_replaces_a_token_beyond_loopback(ours: Files) -> None:
     settings = {**settings_of(ours.of("node-a"), "node-a"), "listen": "tls://10.0.0.1:7730"}
     assert BufferConfig.of(settings).token is None
+
+
+def test_it_replaces_none_of_a_device_lane(ours: Files) -> None:
+    """A lane's port does not speak TLS."""
+    given = settings_of(ours.of("node-a"), "node-a") | {"listen": "tls://10.0.0.1:7730"}
+    raw = {name: str(value) for name, value in given.items()} | {"device_lane": "gloo"}
+    with pytest.raises(ConfigError, match=r"'device_lane_host' is at .*set 'token'"):
+        parse_settings(raw)
+    assert parse_settings(raw | {"device_lane_host": "127.0.0.1"}).token is None
 
 
 # -- rotation
