@@ -63,6 +63,12 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Unix socket for clients, if not in DIR.",
 )
+@click.option(
+    "--node-uid",
+    type=int,
+    metavar="UID",
+    help="For clients: user of the node at that socket, if not theirs and not root.",
+)
 @click.option("--node-id", metavar="ID", help="Name of the node; default: from the host's name.")
 @click.option(
     "--listen", metavar="ADDRESS", help="tcp://host:port or tls://host:port for other nodes."

@@ -4,7 +4,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -49,8 +49,20 @@ def test_a_link_of_ones_own_is_not_followed_either(shared: Path) -> None:
         runtime_directory(shared / "link")
 
 
+@contextmanager
+def node_at(path: Path) -> Iterator[NodeProcess]:
+    """A node whose socket is to be there; not started yet."""
+    node = NodeProcess(path.parent / "node", store_url="redis://127.0.0.1:1")
+    node.settings = node.settings.model_copy(update={"node_socket": path})
+    node.socket_path = path
+    try:
+        yield node
+    finally:
+        node.end()
+
+
 @pytest.mark.parametrize("kind", ["file", "link", "directory"])
-def test_a_node_replaces_only_a_socket(start_node: StartNode, shared: Path, kind: str) -> None:
+def test_a_node_replaces_only_a_socket(shared: Path, kind: str) -> None:
     path, precious = shared / "node.sock", shared / "precious"
     precious.write_text("of great value")
     if kind == "file":
@@ -60,29 +72,26 @@ def test_a_node_replaces_only_a_socket(start_node: StartNode, shared: Path, kind
     else:
         path.mkdir()
     before = path.lstat()
-    node = NodeProcess(shared / "node", store_url="redis://127.0.0.1:1")
-    node.settings = node.settings.model_copy(update={"node_socket": path})
-    with pytest.raises(AssertionError, match="another kind of file"):
-        node.start()
+    with node_at(path) as node:
+        with pytest.raises(AssertionError, match="the node ended"):
+            node.start()
+        assert node.wait() == 2
+        assert "another kind of file" in node.log_text()
     assert path.lstat() == before
     if kind != "directory":
         assert path.read_text() == "of great value"
 
 
-def test_a_node_replaces_a_socket_and_removes_only_its_own(
-    start_node: StartNode, shared: Path
-) -> None:
+def test_a_node_replaces_a_socket_and_removes_only_its_own(shared: Path) -> None:
     path = shared / "node.sock"
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
-    node = NodeProcess(shared / "node", store_url="redis://127.0.0.1:1")
-    node.settings = node.settings.model_copy(update={"node_socket": path})
-    node.socket_path = path
-    node.start()
-    assert stat.S_ISSOCK(path.lstat().st_mode)
-    path.unlink()
-    path.write_text("of great value")
-    node.terminate()
+    with node_at(path) as node:
+        node.start()
+        assert stat.S_ISSOCK(path.lstat().st_mode)
+        path.unlink()
+        path.write_text("of great value")
+        assert node.terminate() == 0
     assert path.read_text() == "of great value"
 
 

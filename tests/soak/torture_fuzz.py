@@ -80,6 +80,11 @@ def _text(chance: random.Random) -> str:
     return "".join(chance.choices(alphabet, k=length))
 
 
+def _key(chance: random.Random) -> str:
+    text = "".join(char for char in _text(chance) if char.isascii() and char.isprintable())
+    return text or "k"
+
+
 def _count(chance: random.Random) -> int:
     return chance.choice(EDGES) if chance.random() < 0.5 else chance.randrange(1, 5_000)
 
@@ -121,8 +126,8 @@ FIELDS: dict[str, Make] = {
     "expects": _map(_count),
     "session": _count,
     "namespace": lambda chance: chance.choice(NAMESPACES),
-    "key": _text,
-    "keys": _many(_text),
+    "key": _key,
+    "keys": _many(_key),
     "budget_seconds": lambda chance: chance.choice((None, _seconds(chance))),
     "headers": _many(_header),
     "offsets": _many(_count),
@@ -133,7 +138,7 @@ FIELDS: dict[str, Make] = {
     "waiter": _count,
     "claimer": _count,
     "tickets": _many(_count),
-    "reads": lambda chance: {_text(chance): chance.randrange(1, 1 << 31) for _ in range(4)},
+    "reads": lambda chance: {_key(chance): chance.randrange(1, 1 << 31) for _ in range(4)},
     "token": _count,
     "take": _count,
     "rank": _count,
@@ -338,7 +343,7 @@ class NodeTarget(Target):
 
     def _get(self, chance: random.Random) -> dict[str, Any]:
         items = [
-            [chance.choice(NAMESPACES), _text(chance), anything(chance), anything(chance)]
+            [chance.choice(NAMESPACES), _key(chance), _text(chance), _count(chance)]
             for _ in range(chance.choice((1, 2, 30, 256)))
         ]
         return {"op": "get", "items": items}
