@@ -41,7 +41,7 @@ PART_SECONDS = 360.0
 TORTURE_ROUNDS = {
     "processes": ("processes", "full arenas", "limits", "soak"),
     "hosts": ("failover", "partitions", "clocks"),
-    "frames": ("fuzz unix", "fuzz node", "fuzz pipe", "fuzz http"),
+    "frames": ("fuzz unix", "fuzz node", "fuzz tls", "fuzz pipe", "fuzz http"),
 }
 """Kinds of rounds of `make torture`, in parts of at most three minutes."""
 USUAL = "not alone and not gpu and not part"

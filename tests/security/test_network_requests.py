@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lookup_buffer.access import user_token
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.namespace import Namespace
@@ -37,7 +38,7 @@ def dialled(node: NodeProcess) -> FramedSocket:
         wait_until(lambda: store.node_infos([node.node_id]), 5.0)
         endpoint = store.node_infos([node.node_id])[node.node_id].endpoint
     purpose = Purpose("tensors", endpoint, node.node_id)
-    return connect(*parse_tcp(endpoint), token=None, timeout=scaled(5.0), purpose=purpose)
+    return connect(*parse_tcp(endpoint), token=user_token(), timeout=scaled(5.0), purpose=purpose)
 
 
 def resident_bytes(node: NodeProcess) -> int:

@@ -326,7 +326,7 @@ class NodeTarget(Target):
             end = chance.choice([*GARBAGE, encode_frame(request(chance, OWNER_KINDS))])
         self.last.append(b"".join([*frames, end]))
         try:
-            token = self.node.settings.read_token()
+            token = self.node.settings.read_peer_token()
             link = request_handshake(stream, token=token, timeout=ANSWER_SECONDS, purpose=purpose)
         except PipeError:  # a busy node drops handshakes that take too long
             return 1, ""
