@@ -370,6 +370,7 @@ def client_config(stack: Stack, service: Service) -> BufferConfig:
     return BufferConfig.of(
         {
             "node_socket": Path(given["LOOKUP_BUFFER_DIRECTORY"]) / "node.sock",
+            "node_uid": 10001,
             "store_url": stack.translated(service, "redis://valkey:6379/0"),
             "capacity_bytes": given["LOOKUP_BUFFER_CAPACITY_BYTES"],
         }
