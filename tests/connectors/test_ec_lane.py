@@ -14,6 +14,7 @@ from connectors.ec.metadata import ItemLoad, StepMetadata
 from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.settings import parse_settings
 from device_ends import DeviceEnd, StartEnd, put, start_end
+from lookup_buffer.access import user_token
 from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 from lookup_buffer.client.handles import PrefetchHandle
 from lookup_buffer.errors import ConfigError
@@ -117,7 +118,7 @@ def by_lane(engine: Engine, producer: DeviceEnd) -> tuple[str, torch.Tensor, Pre
 
 
 def test_an_item_is_promised_when_every_worker_has_it(engine: Engine, start_end: StartEnd) -> None:
-    producer = start_end()
+    producer = start_end(token=user_token())
     name, _, handle = by_lane(engine, producer)
     assert handle.order is not None
     assert (handle.order.lane, handle.source) == ("gloo", producer.node.node_id)
@@ -135,7 +136,7 @@ def test_an_item_is_promised_when_every_worker_has_it(engine: Engine, start_end:
 def test_an_item_that_a_pool_lost_after_its_promise_is_loaded_from_the_node(
     engine: Engine, start_end: StartEnd
 ) -> None:
-    name, expected, _ = by_lane(engine, start_end())
+    name, expected, _ = by_lane(engine, start_end(token=user_token()))
     handle = engine.prefetch(name)
     assert handle.order is not None
     assert handle.order.lane
@@ -149,7 +150,7 @@ def test_an_item_that_a_pool_lost_after_its_promise_is_loaded_from_the_node(
 def test_an_output_that_a_worker_stores_is_offered_from_its_pool(
     engine: Engine, start_end: StartEnd
 ) -> None:
-    reader = start_end()
+    reader = start_end(token=user_token())
     worker = engine.workers[0]
     output = torch.rand(ROWS, WIDTH)
 
