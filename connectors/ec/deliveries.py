@@ -2,8 +2,8 @@
 
 The node gets one prefetch with a wait and reports when the item is published and on this host.
 Until then a pass costs a dictionary lookup. After `metadata_wait_seconds` the request waits on only
-while another engine holds the claim for an item. `EcGate` calls this on vLLM's scheduler thread; no
-call waits.
+while another engine holds the claim for an item. `EcGate` calls this on vLLM's scheduler thread;
+only `wait` waits.
 """
 
 import time
@@ -114,6 +114,17 @@ class MetadataWaits:
         if handle is not None and handle.state is not ClaimOutcome.PENDING:
             return False
         return all(one.state is PrefetchState.PENDING for one in wait.handles.values())
+
+    def wait(self, request_id: str, timeout: float) -> bool:
+        """Wait for the node, at most `timeout` seconds. Returns whether `check` has something new
+        to look at."""
+        wait = self._waits[request_id]
+        awaited = wait.claims.handle if wait.claims is not None else None
+        for handle in (awaited, *wait.handles.values()):
+            if handle is not None:
+                handle.wait(timeout)
+                break
+        return not self.still_waits(request_id)
 
     def collect(self, state: RequestState) -> None:
         """Assign the pins of items that arrived to the request."""

@@ -121,7 +121,9 @@ class EcGate:
             state.computed_tokens = computed
             self._drop_passed(state)
         if state.needs_loads:
-            if self._metadata_waits.still_waits(state.request_id):
+            if self._metadata_waits.still_waits(state.request_id) and not self._times.idle.spend_on(
+                partial(self._metadata_waits.wait, state.request_id)
+            ):
                 return False
             self._metadata_waits.collect(state)
         if state.phase is Phase.RESOLVED:

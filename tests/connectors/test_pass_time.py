@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from connector_standins import Bench, Clock, make_request
+from connector_standins import Bench, Clock, LedgerHandle, make_request
 from connectors.pass_time import IdleTime
 from lookup_buffer.protocol.messages import ClaimOutcome
 
@@ -36,6 +36,19 @@ def test_the_answer_that_comes_in_an_idle_pass_counts_in_it() -> None:
     answering.start()
     assert bench.ensure(request)
     answering.join()
+
+
+def test_an_idle_pass_waits_for_an_item_of_which_only_metadata_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(idle_wait_seconds=1.0, metadata_wait_seconds=30.0)
+    request = make_request("r", "A", metadata_only=True)
+    waits: list[float] = []
+    monkeypatch.setattr(LedgerHandle, "wait", lambda _, seconds: waits.append(seconds))
+    for tokens in (1, 0, 0):
+        assert not bench.ensure(request)
+        bench.build(tokens)
+    assert waits == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

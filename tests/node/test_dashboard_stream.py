@@ -88,9 +88,9 @@ def test_the_fleet_is_sampled_once_for_all_pages_and_not_without_a_page(
 
 def test_the_process_needs_no_thread_for_the_store(start_node: StartNode) -> None:
     node = watched(start_node)
-    (pid,) = children_of(node.pid)
     with Stream(node) as page:
         page.event("now")
+        (pid,) = children_of(node.pid)
         assert get(node, f"/dashboard/why?key={key('never').text}")[0] == 200
         assert get(node, "/metrics")[0] == 200
         page.event("now")
