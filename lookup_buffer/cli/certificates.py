@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 AUTHORITY: Final = "authority"
 """The authority's files are called so; no node can be."""
+KEY: Final = "-key"
 DAYS: Final = 365
 AUTHORITY_DAYS: Final = 3650
 _BEFORE: Final = datetime.timedelta(hours=1)
@@ -44,10 +45,10 @@ def certificates(folder: Path, nodes: tuple[str, ...], days: int) -> None:
     them again.
     """
     for node in nodes:
-        if not _NODE_ID.fullmatch(node) or node == AUTHORITY:
+        if not _NODE_ID.fullmatch(node) or node == AUTHORITY or node.endswith(KEY):
             raise CommandError(
                 f"the node's id is {node!r}; allowed: 1 to 48 letters, digits, '.', '_' and '-', "
-                f"and not {AUTHORITY!r}",
+                f"not {AUTHORITY!r}, and not with {KEY!r} at the end, as the files of keys",
                 ExitCode.USAGE,
             )
     try:
@@ -152,7 +153,7 @@ class Authority:
 
 
 def _paths(folder: Path, name: str) -> tuple[Path, Path]:
-    return folder / f"{name}.pem", folder / f"{name}-key.pem"
+    return folder / f"{name}.pem", folder / f"{name}{KEY}.pem"
 
 
 def _now() -> datetime.datetime:

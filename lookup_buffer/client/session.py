@@ -253,7 +253,7 @@ class ClientSession:
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
-        except (OSError, ValueError, KeyError, ProtocolError) as error:
+        except (OSError, ValueError, TypeError, KeyError, ProtocolError) as error:
             connection.close()
             raise NodeUnavailable(f"no session with the node at {path}: {error}") from error
         except BaseException:

@@ -17,12 +17,12 @@ def user_of(scope: Scope) -> str:
     if not client or not server or server[1] is None:
         return "unknown"
     table = Path("/proc/net/tcp6" if ":" in client[0] else "/proc/net/tcp")
-    ends = f" {_listed(*client)} {_listed(*server)} "
     try:
+        ends = f" {_listed(*client)} {_listed(*server)} "
         for line in table.read_text().splitlines():
             if ends in line:
                 return f"user {line.split()[7]}"
-    except OSError:  # /proc is not mounted
+    except OSError:  # /proc is not mounted, or the address has a zone
         pass
     return str(client[0])
 

@@ -23,6 +23,8 @@ RECEIVED_MAX: Final = 253
 """Descriptors of one message, by Linux. With room for fewer the kernel would close the others, on
 the thread that receives."""
 READ_BYTES: Final = 64 << 10
+EMPTY_MAX: Final = 1000
+"""More than one socket holds."""
 _NO_LINGER: Final = struct.pack("@ii", 0, 0)
 
 
@@ -54,7 +56,11 @@ class Closer:
             if not self._waiting or self._threads == CLOSERS_MAX:
                 return
             self._threads += 1
-        threading.Thread(target=self._run, name="lb-close", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="lb-close", daemon=True).start()
+        except RuntimeError:  # no memory for a thread: the next call starts one
+            with self._lock:
+                self._threads -= 1
 
     def _run(self) -> None:
         while True:
@@ -75,21 +81,31 @@ def _unread_bytes(connection: socket.socket) -> int:
 
 
 def _close(descriptor: int) -> None:
+    """Raises nothing: the file is closed also where that reports an error of its file system."""
     try:
         file = socket.socket(fileno=descriptor)
     except OSError:  # it is no socket
-        os.close(descriptor)
+        with suppress(OSError):
+            os.close(descriptor)
         return
-    with file, suppress(OSError):
+    if file.family == socket.AF_UNIX:
+        _drain(file)
+        return
+    with suppress(OSError), file:
         file.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
 
 
 def _drain(connection: socket.socket) -> None:
-    """Receive what is left, since descriptors that nobody received might linger."""
-    with connection, suppress(OSError):
-        while True:
+    """Receive what is left and close it: descriptors that nobody received might linger, also those
+    in a socket that is among them. Linux allows four levels of that. Raises nothing."""
+    with suppress(OSError), connection:
+        connection.setblocking(False)
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            while True:
+                _drain(connection.accept()[0])
+        empty = 0  # messages; at the end of a stream there seems to be one after the other
+        while empty < EMPTY_MAX:
             data, descriptors, _, _ = socket.recv_fds(connection, READ_BYTES, RECEIVED_MAX)
             for descriptor in descriptors:
                 _close(descriptor)
-            if not data:
-                return
+            empty += not data and not descriptors

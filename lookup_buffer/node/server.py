@@ -148,18 +148,20 @@ class Server:
         }
 
     def listen(self, path: Path) -> None:
-        """Listen on `path` with mode 0600; a stale socket file is replaced.
-
-        The caller holds the directory's lock, so no other node serves this path.
+        """Listen on `path` with mode 0600; the file of a socket where nobody listens is replaced.
 
         Raises:
-            ConfigError: there is a file that is no socket.
+            ConfigError: there is another kind of file, or somebody listens.
         """
         with suppress(FileNotFoundError):
             if not stat.S_ISSOCK(path.lstat().st_mode):
                 raise ConfigError(
                     f"{path}, where the node's socket is to be, is another kind of file; remove "
                     "it, or choose another 'node_socket'"
+                )
+            if _has_listener(path):
+                raise ConfigError(
+                    f"another process listens at {path}; end it, or choose another 'node_socket'"
                 )
             path.unlink()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -467,6 +469,18 @@ class Server:
         self._of[connection] = session
         connection.allow_large_headers()
         connection.send({"id": request.id})
+
+
+def _has_listener(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except BlockingIOError:  # its queue is full
+            return True
+    return True
 
 
 def _file_at(path: Path) -> tuple[int, int] | None:

@@ -24,7 +24,7 @@ from lookup_buffer.errors import ConfigError, NodeRefused
 from store.tls import TlsOptionError, file_stamp, tls_context
 
 RECORD_BYTES: Final = 16 << 10
-"""Of one record; OpenSSL sends and receives one at a time."""
+"""Of one record."""
 _SETTINGS: Final = dict(
     zip(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), TLS_FILES, strict=True)
 )
@@ -84,8 +84,11 @@ class TlsSocket(ssl.SSLSocket):
         return self.recv(bufsize, flags), [], 0, None
 
     def send(self, data: Any, flags: int = 0) -> int:
+        """Sends at most one record: OpenSSL would count more as sent only when all of it is, and so
+        nobody could see that a slow receiver makes progress."""
         move = super().send
-        return self._moved(lambda: move(data), socket.SO_SNDTIMEO, flags)
+        with memoryview(data) as whole, whole[:RECORD_BYTES] as record:
+            return self._moved(lambda: move(record), socket.SO_SNDTIMEO, flags)
 
     def sendmsg(  # type: ignore[override]  # refused by the base class
         self, buffers: Iterable[Any], ancdata: Iterable[Any] = (), flags: int = 0

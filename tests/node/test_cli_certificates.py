@@ -43,7 +43,13 @@ def test_a_second_call_renews_by_the_same_authority(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("node", "reason"),
-    [("../evil", "the node's id is"), ("authority", "not 'authority'"), ("", "the node's id is")],
+    [
+        ("../evil", "the node's id is"),
+        ("authority", "not 'authority'"),
+        ("", "the node's id is"),
+        ("authority-key", "not with '-key'"),
+        ("node-a-key", "not with '-key'"),
+    ],
 )
 def test_an_impossible_node_is_refused(tmp_path: Path, node: str, reason: str) -> None:
     refused = run("certificates", str(tmp_path / "new"), node)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.node.closer import CLOSERS_MAX
 from lookup_buffer.protocol import messages
 from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.header import TensorHeader
@@ -91,6 +92,29 @@ def test_what_lingers_unread_delays_nobody(node: NodeProcess) -> None:
                 pass_on(client, STATS, [one])
         assert client.ended()
         assert_answers(node)
+
+
+def in_an_unread_message(descriptor: int) -> int:
+    """A socket with a message that nobody received, in which the descriptor is; takes it over."""
+    there, here = socket.socketpair()
+    with here:
+        socket.send_fds(here, [b"."], [descriptor])
+    os.close(descriptor)
+    return there.detach()
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_what_lingers_in_messages_that_nobody_received_is_closed(
+    node: NodeProcess, levels: int
+) -> None:
+    """More than there are threads to close something."""
+    before = node.stats()["open_files"]
+    with lingering(2 * CLOSERS_MAX) as sockets, raw(node) as client:
+        for _ in range(levels):
+            sockets = [in_an_unread_message(one) for one in sockets]
+        pass_on(client, STATS, sockets)
+        assert client.ended()
+        wait_until(lambda: node.stats()["open_files"] <= before, 5.0, "all are closed")
 
 
 def test_what_lingers_does_not_keep_a_node_from_its_end(start_node: StartNode) -> None:

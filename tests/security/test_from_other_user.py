@@ -4,7 +4,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -80,6 +80,20 @@ def test_a_node_replaces_only_a_socket(shared: Path, kind: str) -> None:
     assert path.lstat() == before
     if kind != "directory":
         assert path.read_text() == "of great value"
+
+
+def test_a_node_takes_no_socket_from_a_process_that_listens(shared: Path) -> None:
+    path = shared / "node.sock"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with node_at(path) as node:
+            with suppress(AssertionError):  # whether it starts is seen by who listens there
+                node.start()
+            assert node.wait() == 2
+            assert "another process listens" in node.log_text()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
 
 
 def test_a_node_replaces_a_socket_and_removes_only_its_own(shared: Path) -> None:

@@ -16,9 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from lookup_buffer.errors import ProtocolError
 from lookup_buffer.protocol.framing import (
     MAX_HEADER_BYTES,
     PROLOGUE_BYTES,
+    Mac,
     decode_header,
     decode_prologue,
 )
@@ -502,7 +504,7 @@ class RefusingProxy:
             prologue, max_header_bytes=MAX_HEADER_BYTES, max_payload_bytes=PAYLOAD_BYTES_MAX
         )
         packed = _exactly(source, header_nbytes)
-        struck = self._disarm(decode_header(packed), steps)
+        struck = self._disarm(_without_mac(packed), steps)
         if struck is None:
             sink.sendall(prologue + packed)
         elif payload_nbytes:  # in the middle of the payload
@@ -532,6 +534,14 @@ class RefusingProxy:
                 return None
             struck, self._armed = self._armed, None
             return struck
+
+
+def _without_mac(packed: bytes) -> Any:
+    """The header; after the handshake it ends with a MAC, which cannot be checked here."""
+    try:
+        return decode_header(packed)
+    except ProtocolError:
+        return decode_header(packed[: -Mac.NBYTES])
 
 
 def _exactly(source: socket.socket, nbytes: int) -> bytes:

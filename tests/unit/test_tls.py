@@ -58,6 +58,19 @@ def test_what_would_wait_is_refused_without_waiting(ends: Ends) -> None:
     assert there.recv(200)[:101] == b"x" * 100 + b"\0"
 
 
+def test_a_send_counts_each_record(ends: Ends) -> None:
+    """Else a receiver that is slow, and makes progress, would seem to stand still."""
+    here, there = ends
+    here.setblocking(True)
+    payload = memoryview(bytearray(4 * MIB))
+    assert here.send(payload) == RECORD_BYTES
+    with pytest.raises(BlockingIOError):
+        while here.send(payload, socket.MSG_DONTWAIT) == RECORD_BYTES:
+            pass
+    there.setblocking(False)
+    assert there.recv(RECORD_BYTES) == bytes(RECORD_BYTES)
+
+
 def test_a_record_that_trickles_is_bounded_by_the_timeout(tls: Tls) -> None:
     """The kernel's timeout would begin anew with each byte."""
     here, there = socket.socketpair()
