@@ -30,6 +30,8 @@ from nodes import ROOT, wait_until
 from patience import scaled
 from servers import valkey_executable
 
+NODE_UID = 10001
+"""The user in the images of nodes and engines."""
 COMPOSE = ROOT / "docker-compose.yml"
 TLS = ROOT / "deploy/tls.yml"
 HEALTHY_SECONDS = scaled(120.0)
@@ -344,7 +346,7 @@ def why_not_contained() -> str | None:
         return "only root may contain a process as another user"
     try:
         done = subprocess.run(
-            containing([sys.executable, "-P", "-c", "import lookup_buffer"], (10001, 10001), []),
+            containing([sys.executable, "-P", "-c", "import lookup_buffer"], 2 * (NODE_UID,), []),
             capture_output=True, text=True, timeout=scaled(60), check=False,
         )  # fmt: skip
     except OSError as error:
@@ -370,7 +372,7 @@ def client_config(stack: Stack, service: Service) -> BufferConfig:
     return BufferConfig.of(
         {
             "node_socket": Path(given["LOOKUP_BUFFER_DIRECTORY"]) / "node.sock",
-            "node_uid": 10001,
+            "node_uid": NODE_UID,
             "store_url": stack.translated(service, "redis://valkey:6379/0"),
             "capacity_bytes": given["LOOKUP_BUFFER_CAPACITY_BYTES"],
         }

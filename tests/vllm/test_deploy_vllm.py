@@ -15,7 +15,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from connectors.settings import parse_settings
-from deployment import Service, Stack, client_config, running_stack
+from deployment import NODE_UID, Service, Stack, client_config, running_stack
 from engines import START_SECONDS, Album, engine_settings
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.namespace import Namespace
@@ -85,10 +85,13 @@ def stack() -> Iterator[Stack]:
 def test_a_replica_stores_what_it_encodes(
     stack: Stack, album: Album, model: Path, tmp_path: Path
 ) -> None:
-    """Its flags as they stand, but for model, host and port; then those that make it small."""
+    """Its flags as they stand, but for model, host and port, and its user, who is not the node's
+    here; then those that make it small."""
     service = Service("replica-a")
     _, *flags = [
-        stack.translated(service, word)
+        stack.translated(service, word).replace(
+            '"node_socket":', f'"node_uid": {NODE_UID}, "node_socket":'
+        )
         for word in _arguments(service.name)
         if not word.startswith(("--host=", "--port="))
     ]
