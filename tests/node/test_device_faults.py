@@ -125,9 +125,13 @@ def test_an_unreachable_pool_is_not_tried_again_for_a_while(
         assert second.do(read) == expected
         return "abandoned" in fallbacks(second)
 
+    def lines() -> int:
+        return len([line for line in second.do("logged") if "(abandoned;" in line])
+
     wait_until(is_left_alone, 30.0)
     assert second.do("lane.pairs()") == 0
-    assert len([line for line in second.do("logged") if "(abandoned;" in line]) == 1
+    wait_until(lines, 5.0, "the process logs what its node has counted")
+    assert lines() == 1
 
 
 @pytest.mark.parametrize(
