@@ -182,7 +182,7 @@ def _signed(
 
     extensions: list[tuple[Any, bool]] = [
         (x509.BasicConstraints(is_authority, 0 if is_authority else None), True),
-        (_usage(is_authority), True),
+        (key_usage(is_authority), True),
         (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
         (x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), False),
     ]
@@ -206,7 +206,8 @@ def _signed(
     return builder.sign(issuer_key, hashes.SHA256())
 
 
-def _usage(is_authority: bool) -> "x509.KeyUsage":
+def key_usage(is_authority: bool) -> "x509.KeyUsage":
+    """What a key may do. Python 3.13 refuses an authority that does not say it."""
     from cryptography import x509
 
     return x509.KeyUsage(

@@ -36,21 +36,18 @@ class Closer:
         self._waiting: deque[int | socket.socket] = deque()
         self._threads = 0
 
-    def close(self, descriptors: Sequence[int]) -> None:
-        """Close them soon. Never waits."""
-        self._add(descriptors)
-
     def close_connection(self, connection: socket.socket) -> None:
         """End a unix socket at once, and close it soon if there are bytes that nobody received.
         Never waits."""
         with suppress(OSError):  # the remote end was first
             connection.shutdown(socket.SHUT_RDWR)
         if _unread_bytes(connection):
-            self._add([connection])
+            self.close([connection])
         else:
             connection.close()
 
-    def _add(self, files: Sequence[int | socket.socket]) -> None:
+    def close(self, files: Sequence[int | socket.socket]) -> None:
+        """Close descriptors, and unix sockets with what is unread in them, soon. Never waits."""
         with self._lock:
             self._waiting.extend(files)
             if not self._waiting or self._threads == CLOSERS_MAX:

@@ -41,6 +41,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from lookup_buffer.cli.certificates import key_usage
 from nodes import wait_until
 from patience import scaled
 from resp import RespConnection, RespError
@@ -371,25 +372,10 @@ def _sign(
         .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(x509.SubjectAlternativeName(here), critical=False)
         .add_extension(x509.BasicConstraints(is_authority, None), critical=True)
-        .add_extension(_key_usage(is_authority), critical=True)
+        .add_extension(key_usage(is_authority), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(issuer_identifier, critical=False)
         .sign(issuer_key, hashes.SHA256())
-    )
-
-
-def _key_usage(is_authority: bool) -> x509.KeyUsage:
-    """What a key may do. Python 3.13 refuses an authority that does not say it."""
-    return x509.KeyUsage(
-        digital_signature=not is_authority,
-        key_cert_sign=is_authority,
-        crl_sign=is_authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
     )
 
 
