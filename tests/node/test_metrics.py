@@ -21,6 +21,8 @@ Pair = tuple[NodeProcess, NodeProcess]
 @pytest.fixture(scope="module")
 def pair(module_nodes: StartNode) -> Pair:
     first, second = (module_nodes(http_listen=f"http://127.0.0.1:{free_port()}") for _ in range(2))
+    for node in (first, second):  # their dashboards' processes are the module's, not a test's
+        wait_until(lambda node=node: get(node, "/healthz")[0] == 200, 10.0)  # type: ignore[misc]
     return first, second
 
 

@@ -99,6 +99,8 @@ def prometheus(
             http_listen=f"http://127.0.0.1:{free_port()}", http_token="for-prometheus-alone"
         ),
     ]
+    for node in pair:  # their dashboards' processes are the module's, not a test's
+        wait_until(lambda node=node: get(node, "/healthz")[0] == 200, 10.0)  # type: ignore[misc]
     (directory / "prometheus.yml").write_text(_configuration(pair, directory))
     port = free_port()
     with (directory / "log").open("wb") as log:

@@ -1,4 +1,5 @@
-"""`nccl` pipes: the contract, on two GPUs; and the errors without a GPU."""
+"""`nccl` pipes: the contract, on two GPUs, or between processes that share one; and the errors
+without a GPU."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -8,15 +9,23 @@ import torch
 
 from contract_pipe import LARGE, Ends, MakeEnds, PipeContract, block, closing, same, threads
 from contract_pipe_limits import PipeLimitsContract
+from contract_pipe_processes import (
+    MakeListening,
+    ProcessContract,
+    listening,
+    patient,
+    start_child,
+)
 from lookup_buffer.errors import ConfigError, PipeBroken
 from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.connect import open_tcp_end
 from lookup_buffer.pipes.nccl import DeviceMemory, Nccl
 from pipe_ends import connected_ends
 
-__all__ = ["closing", "threads"]
+__all__ = ["closing", "listening", "patient", "start_child", "threads"]
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+a_gpu = pytest.mark.skipif(GPUS < 1, reason="no CUDA device on this machine")
 two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"NCCL wants a GPU for each end; here are {GPUS}")
 
 
@@ -65,6 +74,17 @@ def test_a_device_that_fails_while_a_communicator_is_made_ends_the_pipe(
 @two_gpus
 class TestNcclPipe(PipeContract, PipeLimitsContract):
     pass
+
+
+@pytest.fixture
+def make_listening() -> MakeListening:
+    return lambda limits: open_pipe("nccl://127.0.0.1:0", listen=True, limits=limits)
+
+
+@pytest.mark.gpu
+@a_gpu
+class TestNcclProcesses(ProcessContract):
+    """On one GPU: see `pipe_child`. NCCL then moves the bytes over sockets."""
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
 """The other end of a pipe, as a process.
 
 `python pipe_child.py echo URI NAME` sends back each message that it receives without a key, under
-the key NAME, until it gets None. `python pipe_child.py end URI SIGNAL` is a `gloo` sender that
+the key NAME, until it gets None; NCCL takes it for a process of a host of that name, and so lets it
+share a GPU. `python pipe_child.py end URI SIGNAL` is a `gloo` sender that
 stops itself, or dies, once it has announced its bytes.
 """
 
@@ -20,8 +21,9 @@ Child = subprocess.Popen[bytes] | fork_server.Forked
 def launch_child(folder: Path, *arguments: str) -> Child:
     """Start it, as a fork of a process that has imported torch; its log is in `folder`."""
     log = folder / f"{arguments[-1]}.log"
+    environment = os.environ | {"NCCL_HOSTID": arguments[-1]}
     return fork_server.launch(
-        "pipe_child", arguments, log=log, environment=os.environ, preloaded="pipe_child"
+        "pipe_child", arguments, log=log, environment=environment, preloaded="pipe_child"
     )
 
 
