@@ -13,7 +13,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +65,17 @@ class ValkeyCluster:
             for port, bus in pairs:
                 if port != member.port:
                     member.command("CLUSTER", "MEET", "127.0.0.1", port, bus)
+        # Before any becomes a replica: on a busy machine two members, which met one later, took it
+        # for a master without slots for two minutes, while it answered all others.
+        wait_until(lambda: all(map(self._met_all, self.members)), WHOLE_SECONDS, "members meet")
         for replica, master_id in zip(replicas, self._ids, strict=False):
-            wait_until(partial(_follows, replica, master_id), WHOLE_SECONDS, "the members meet")
+            replica.command("CLUSTER", "REPLICATE", master_id)
         self.wait_until_whole()
+
+    def _met_all(self, member: ServerProcess) -> bool:
+        nodes = _lines(member.command("CLUSTER", "NODES"))
+        met = {fields[0] for fields in nodes if fields[7] == "connected"} == set(self._ids)
+        return met and not any("handshake" in fields[2] for fields in nodes)
 
     # ---- who is what
 
@@ -255,14 +262,6 @@ def _lines(nodes: bytes) -> list[list[str]]:
     for fields in lines:
         fields[1] = fields[1].partition("@")[0]
     return lines
-
-
-def _follows(replica: ServerProcess, master_id: str) -> bool:
-    try:
-        replica.command("CLUSTER", "REPLICATE", master_id)
-    except RespError:  # it has not met that master yet
-        return False
-    return True
 
 
 def _served(member: ServerProcess) -> Iterator[tuple[str, str]]:
