@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from connectors.counters import Counters, RateLimitedLog
+from connectors.pinned import PinnedArena
 from lookup_buffer import codec
-from lookup_buffer.errors import LookupBufferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -158,7 +158,7 @@ class DeviceCopies(Copies):
         self._counters = counters
         self._log = log
         self._boot = ""
-        self._pinned: memoryview | None = None
+        self._arena = PinnedArena(device.pin, self._unpin, buffer.arena, counters, log)
         self._sources: list[torch.Tensor] = []
         """Tensors that this step uploads. They must stay alive until the copies end."""
         self._uploading = threading.Lock()
@@ -205,7 +205,7 @@ class DeviceCopies(Copies):
     def close(self, timeout: float) -> None:
         if not self._closed:
             self._closed = True
-            self._jobs.put(self._unpin)
+            self._jobs.put(self._arena.release)
             self._jobs.put(None)
         # A device that hangs keeps its thread and the pinned arena: the process is about to end.
         self._thread.join(timeout)
@@ -232,25 +232,9 @@ class DeviceCopies(Copies):
     def _pin_soon(self, boot: str) -> None:
         if boot and boot != self._boot:
             self._boot = boot
-            self._jobs.put(partial(self._pin, boot))
+            self._jobs.put(partial(self._arena.follow, boot))
 
-    def _pin(self, boot: str) -> None:
-        self._unpin()
-        try:
-            memory = self._buffer.arena(boot)
-        except LookupBufferError:
-            return  # the node was lost again; `load` pins the next arena
-        if self._device.pin(memory):
-            self._pinned = memory
-            return
-        memory.release()
-        self._counters.add("arena_not_pinned")
-        self._log.report("arena_not_pinned", "the arena cannot be pinned; loads are slower")
-
-    def _unpin(self) -> None:
-        memory, self._pinned = self._pinned, None
-        if memory is not None:
-            with self._uploading:  # a step may still load from a lost node's arena
-                self._device.uploaded().synchronize()
-                self._device.unpin(memory)
-            memory.release()
+    def _unpin(self, memory: memoryview) -> None:
+        with self._uploading:  # a step may still load from a lost node's arena
+            self._device.uploaded().synchronize()
+            self._device.unpin(memory)

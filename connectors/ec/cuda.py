@@ -1,18 +1,14 @@
 """`CudaDevice`: streams, events and pinned memory of one GPU, as `ec.copies` needs them.
 
-Workers on CUDA and ROCm import it at start; `DeviceCopies` calls it. Not yet run on a GPU.
+Workers on CUDA and ROCm import it at start; `DeviceCopies` calls it.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 
+from connectors import pinned
 from connectors.ec.copies import Device, Event
-from lookup_buffer.shm.memory import pointer_to
-
-READ_ONLY: Final = 0x08
-"""cudaHostRegisterReadOnly. Without it CUDA refuses memory that is mapped read-only, as arenas
-are."""
 
 _cuda: Any = torch.cuda  # much of it has no types
 
@@ -24,16 +20,12 @@ class CudaDevice(Device):
         self._device = torch.device(name)
         self._loads = _cuda.Stream(self._device)
         self._saves = _cuda.Stream(self._device)
-        self._runtime = _cuda.cudart()
 
     def pin(self, memory: memoryview) -> bool:
-        with _cuda.device(self._device):
-            failed = self._runtime.cudaHostRegister(pointer_to(memory), memory.nbytes, READ_ONLY)
-        return int(failed) == 0
+        return pinned.pin(memory, self._device)
 
     def unpin(self, memory: memoryview) -> None:
-        with _cuda.device(self._device):
-            self._runtime.cudaHostUnregister(pointer_to(memory))
+        pinned.unpin(memory, self._device)
 
     def upload(self, source: torch.Tensor) -> torch.Tensor:
         model = _cuda.current_stream(self._device)

@@ -93,6 +93,12 @@ FAMILIES: Final = (
         "Requests that prefetched fewer chunks than they could use: prefetch_bytes was used up.",
         events={MissReason.OVER_BUDGET.value: ""},
     ),
+    Family(
+        "vllm:lookup_buffer_kv_device_faults",
+        "Faults of a GPU: it did not pin an arena for fast loads.",
+        "what",
+        {"arena_not_pinned": "arena_not_pinned"},
+    ),
 )
 
 

@@ -17,15 +17,18 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from connectors import pinned
 from connectors.counters import Counters, RateLimitedLog
 from connectors.kv.chunks import key_of
 from connectors.kv.metadata import ChunkLoad, KvStepMetadata, KvWorkerReport, RequestLoad
 from connectors.paged import gather_blocks, pages_of, scatter_blocks
 from connectors.pass_time import IDLE_SECONDS
+from connectors.pinned import PinnedArena
 from connectors.save_queue import SaveQueue, use_every_core
 from lookup_buffer import codec
 from lookup_buffer.errors import BufferFull, CodecError, LookupBufferError
@@ -90,6 +93,7 @@ class KvWorker:
             weights.start()
         self._buffer = open_buffer()
         self._pages: Pages | None = None
+        self._arena: PinnedArena | None = None
         self._in_use = BlocksInUse()
         self._failed: set[str] = set()
         self.loads = LoadQueue(self._copy_in, self.counters, self._log)
@@ -105,8 +109,18 @@ class KvWorker:
 
     def register(self, layers: "Mapping[str, torch.Tensor]") -> None:
         """Register vLLM's cache after its allocation. Raises as `Pages`."""
-        kind = CudaPages if next(iter(layers.values())).is_cuda else HostPages
+        device = next(iter(layers.values())).device
+        kind = CudaPages if device.type == "cuda" else HostPages
         self._pages = kind(layers, self._num_blocks)
+        if device.type == "cuda":
+            self._arena = PinnedArena(
+                partial(pinned.pin, device=device),
+                partial(pinned.unpin, device=device),
+                self._buffer.arena,
+                self.counters,
+                self._log,
+            )
+            self.loads.call(partial(self._arena.follow, self._buffer.boot))
 
     def copy_out_before_writes(self, metadata: KvStepMetadata) -> None:
         """Copy queued chunks out of the blocks that the next step writes."""
@@ -168,6 +182,8 @@ class KvWorker:
             self._take_handoff(chunk, after)
             return
         order = chunk.orders[self._rank]
+        if self._arena is not None:
+            self._arena.follow(order.boot)
         # The view keeps the arena mapped; the bytes are pinned until the load ends.
         window = self._buffer.arena(order.boot)[order.offset : order.offset + order.nbytes]
         self._scatter(chunk, codec.tensor_over(window, order.header), after)
@@ -210,6 +226,8 @@ class KvWorker:
     def close(self) -> None:
         """Store what is queued, within `drain_seconds`, and disconnect. Idempotent."""
         self.saves.close(self._settings.drain_seconds)
+        if self._arena is not None:
+            self.loads.call(self._arena.release)
         self.loads.close(CLOSE_SECONDS)
         self._buffer.close()
         if self._weights is not None:
@@ -229,7 +247,9 @@ class LoadQueue:
         self._copy = copy
         self._counters = counters
         self._log = log
-        self._queue: queue.SimpleQueue[tuple[RequestLoad, Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[RequestLoad, Any] | Callable[[], None] | None] = (
+            queue.SimpleQueue()
+        )
         self._changed = threading.Condition()
         self._pending = 0
         self._results = LoadResults()
@@ -243,6 +263,10 @@ class LoadQueue:
         with self._changed:
             self._pending += 1
         self._queue.put((load, after))
+
+    def call(self, job: Callable[[], None]) -> None:
+        """Run `job` on the thread, behind the loads so far. What it raises is only logged."""
+        self._queue.put(job)
 
     def take(self, timeout: float) -> LoadResults:
         """The loads that ended since the last call. Waits for one, at most `timeout` seconds, if a
@@ -267,6 +291,9 @@ class LoadQueue:
     def _run(self) -> None:
         use_every_core()
         while (entry := self._queue.get()) is not None:
+            if callable(entry):
+                self._call(entry)
+                continue
             load, after = entry
             lost = set() if self._closed else self._load(load, after)
             with self._changed:
@@ -276,6 +303,12 @@ class LoadQueue:
                     self._results.failed.add(load.request_id)
                     self._results.lost_blocks |= lost
                 self._changed.notify_all()
+
+    def _call(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001 -- top of a thread that has loads to run
+            self._log.report("device", "the GPU failed: %s", error)
 
     def _load(self, load: RequestLoad, after: Any) -> set[int]:
         """Load the chunks. Returns the blocks that were not filled: those of the first chunk that
@@ -420,7 +453,7 @@ class HostPages(Pages):
 
 
 class CudaPages(Pages):
-    """For CUDA and ROCm. Not yet run on a GPU."""
+    """For CUDA and ROCm."""
 
     def __init__(self, layers: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         super().__init__(layers, num_blocks)

@@ -57,16 +57,19 @@ class _Engine:
             os.sched_setaffinity(0, start["cores"])
         from PIL import Image
         from vllm import LLM, SamplingParams
+        from vllm.platforms import current_platform
 
-        from examples.demo.counting_scheduler import LOG_SETTING, CountingScheduler
+        from examples.demo import counting_scheduler as counting
 
         imported = time.monotonic()
         self._open_image = Image.open
         self._sampling = SamplingParams
         self._llm = LLM(
             **start["arguments"],
-            scheduler_cls=CountingScheduler,
-            additional_config={LOG_SETTING: start["schedule_path"]},
+            scheduler_cls=counting.CountingScheduler
+            if current_platform.is_cpu()
+            else counting.CountingAsyncScheduler,
+            additional_config={counting.LOG_SETTING: start["schedule_path"]},
         )
         self.facts = {
             "import_seconds": imported - began,

@@ -3,7 +3,6 @@
 `PoolMemory` keeps and allocates tensors, and orders them with the caller's computation. On the host
 it copies at once. On a GPU it enqueues the copy on a stream of the pool, after an event of the
 caller's stream. The caller's stream waits for that copy in turn; the caller's thread does not wait.
-`CudaPoolMemory` was not run on a GPU.
 
 `LaneMemory` is the memory of a lane's pipe. A pipe normally copies what it sends, because the
 sender may change it afterwards. A pool entry never changes, and the view that is sent keeps it

@@ -1,7 +1,7 @@
 """`nccl://HOST:PORT[?device=cuda:N]`: control as in `tcp`, large payload by NCCL, between GPUs.
 
 Each end uses one GPU. If its address names a GPU, it receives into that GPU's memory. If not, it
-uses torch's current GPU, and receives into host memory, as the contract says. Not run on a GPU: see
+uses torch's current GPU, and receives into host memory, as the contract says. What was run of it:
 docs/pipes.md.
 
 `Nccl` binds libnccl by ctypes: the nine functions that a pair of ranks needs. nccl4py is not used:

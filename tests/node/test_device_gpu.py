@@ -1,4 +1,4 @@
-"""The pool's place on a GPU. Skipped where there is none; not run on one yet."""
+"""The pool's place on a GPU. Skipped where there is none."""
 
 import pytest
 import torch

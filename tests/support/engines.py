@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fork_server
 from connectors.plugin import CONNECTOR_NAME, KV_CONNECTOR_NAME
@@ -45,6 +46,10 @@ STORE_SECONDS = 5.0
 machine that is short of processors or memory may well stop for a second."""
 
 
+ON_GPU = torch.cuda.is_available()
+"""Where the engines then run, if vLLM's build is for it."""
+
+
 class Engine(DemoEngine):
     """A real engine, whose process is a fork where it can be: see `fork_server`."""
 
@@ -55,6 +60,7 @@ class Engine(DemoEngine):
             log=self.settings.log_path,
             environment=os.environ | engine_environment(self.settings),
             keep=[connection.fileno()],
+            forked=not ON_GPU,
         )
 
 
@@ -280,7 +286,7 @@ def reference(album: Album, model: Path, tmp_path_factory: pytest.TempPathFactor
 def engine_settings(
     name: str, model: Path, work: Path, *, core: int = 0, **settings: Any
 ) -> EngineSettings:
-    """An engine on one core, its own encoder cache with room for one image.
+    """An engine on one core, or the GPU, its own encoder cache with room for one image.
 
     Where tests run side by side, the first engine of each is on another core.
     """
@@ -291,7 +297,7 @@ def engine_settings(
         model_directory=model,
         work_directory=work,
         images_per_prompt=IMAGES_PER_PROMPT,
-        cores=(cores[(core + worker_number()) % len(cores)],),
+        cores=() if ON_GPU else (cores[(core + worker_number()) % len(cores)],),
         environment={"VLLM_LOG_STATS_INTERVAL": "0.1"},
         **settings,
     )

@@ -1,4 +1,6 @@
-"""Two real vLLM engines whose workers take encoder outputs from each other's pools, over Gloo.
+"""Two real vLLM engines whose workers take encoder outputs from each other's pools, over Gloo; on a
+GPU over NCCL, which takes processes with ids of hosts of their own for two hosts' and so lets them
+share it.
 
 The tokens are held against an engine without any connector. The tests run in their order: the last
 one ends an engine.
@@ -13,20 +15,22 @@ from functools import partial
 
 import pytest
 
-from engines import Engine, EnginePair, TwoHosts
+from engines import ON_GPU, Engine, EnginePair, TwoHosts
 from examples.demo.engine_settings import EngineSettings
 from nodes import NodeProcess, at_rest, wait_until
 
 pytestmark = pytest.mark.vllm
 ANSWER_SECONDS = 20.0
 """A stopped peer may cost the lane's deadline; a busy machine its own."""
-LANE = {"device_lane": "gloo", "device_pool_bytes": "32MiB", "fetch_wait_seconds": 15.0}
+NAME = "nccl" if ON_GPU else "gloo"
+LANE = {"device_lane": NAME, "device_pool_bytes": "32MiB", "fetch_wait_seconds": 15.0}
 
 
 def PREPARE(settings: EngineSettings) -> EngineSettings:
     config = dict(settings.ec_transfer_config or {})
     config["ec_connector_extra_config"] = {**config["ec_connector_extra_config"], **LANE}
-    return replace(settings, ec_transfer_config=config)
+    environment = settings.environment | {"NCCL_HOSTID": settings.name}
+    return replace(settings, ec_transfer_config=config, environment=environment)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +84,7 @@ def test_outputs_go_from_worker_to_worker(hosts: TwoHosts, pair: EnginePair, way
         8
     ):  # over the hosts until they have seen each other, and where a core stands still
         shared(hosts, pair, first, second)
-        came = counted(node, "lane_received_gloo")
+        came = counted(node, f"lane_received_{NAME}")
         assert counted(node, "hits_lane") == came
         if came == 2:
             break
