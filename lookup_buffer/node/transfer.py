@@ -5,9 +5,10 @@ keeps. The loop reads headers and reserves memory; a thread (`lb-fetch`) receive
 many or not here yet. The number of transfers is bounded, also for each node, so one that is not
 reached or slow delays only what it is asked for. A connection is closed at its first error. The
 header is compared with the request, and the checksum is computed on arrival; the item becomes
-visible only if both match. If one holder fails, the next is tried. Failures are counted, and those
-that a record does not explain are noted: `registrar` writes them to the store with its next beat,
-for `lookup-buffer why`. Called by `read` and `takes`.
+visible only if both match. Of several holders a fast one is asked, by what its answers took. If it
+fails, the next is tried. Failures are counted, and those that a record does not explain are noted:
+`registrar` writes them to the store with its next beat, for `lookup-buffer why`. Called by `read`
+and `takes`.
 """
 
 import asyncio
@@ -72,6 +73,11 @@ TIMEOUTS_MAX = LINKS_MAX
 while. One that refuses, or ends connections, costs no time."""
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.5, 2.0
 """Bounds on that time."""
+NEWEST_SHARE = 0.25
+"""Of the last answer in the average of what a holder's answers took."""
+SAME_FACTOR, SAME_SECONDS = 2.0, 0.005
+"""Holders from which an item is expected within this factor of the fastest, or so much later, count
+as equally fast: other work on a host makes such a difference, too."""
 _log = logging.getLogger(__name__)
 
 Source = tuple[Location, str]
@@ -112,18 +118,48 @@ class Wanted:
         return self.located.record.nbytes if self.located.record else 0
 
 
+@dataclass(slots=True)
+class Pace:
+    """Moving averages of what a holder's answers took. Nothing is expected to take no time."""
+
+    answer_seconds: float = 0.0
+    """From a request until its first answer begins."""
+    byte_seconds: float = 0.0
+    """For each byte of what was too large to come with its header."""
+
+    def expected_seconds(self, nbytes: int) -> float:
+        return self.answer_seconds + self.byte_seconds * nbytes
+
+    def answered(self, seconds: float) -> None:
+        self.answer_seconds = _average(self.answer_seconds, seconds)
+
+    def received(self, nbytes: int, seconds: float) -> None:
+        if nbytes > AT_ONCE_BYTES:
+            self.byte_seconds = _average(self.byte_seconds, seconds / nbytes)
+
+
+def _average(before: float, newest: float) -> float:
+    return before + NEWEST_SHARE * (newest - before) if before else newest
+
+
 @dataclass(slots=True, eq=False)
 class Holder:
     """Another node, and the connections to it that are not in use."""
 
     breaker: Breaker
     """Of its timeouts."""
+    used_at: float
+    """When it was last asked; at first, when it was met."""
+    pace: Pace = field(default_factory=Pace)
     places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LINKS_MAX))
     links: list[tuple[FramedSocket, float]] = field(default_factory=list)
     """With the time of their last use."""
     users: int = 0
     """Batches that it is asked for, or that wait for a place."""
-    used_at: float = 0.0
+
+    def expected_seconds(self, nbytes: int) -> float:
+        """Until so many bytes are here, behind what it is asked for already."""
+        return self.pace.expected_seconds(nbytes) * (1 + self.users / LINKS_MAX)
 
     def idle_link(self) -> FramedSocket | None:
         """A kept connection that is still usable. Unrequested input means that the peer closed
@@ -213,21 +249,18 @@ class Fetcher:
             breaker = Breaker(
                 self.loop.time, TIMEOUTS_MAX, PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX, jitter=0.5
             )
-            holder = self._holders[name] = Holder(breaker)
-        holder.used_at = self.loop.time()
+            holder = self._holders[name] = Holder(breaker, self.loop.time())
         return holder
 
     def _choose(self, one: Wanted) -> Holder:
-        """Of the holders that were not tried, the one that is asked for least; last, those that
-        fail. Equal ones by chance: readers do not all ask the same."""
-
-        def load(source: Source) -> tuple[bool, int, float]:
-            holder = self._holder_of(one, source)
-            return not holder.breaker.allows(), holder.users, random.random()
-
+        """Of the holders that were not tried, one from which it is expected soon; last, those that
+        fail. Among equally fast ones that which is asked for least, or by chance: readers do not
+        all ask the same. One that was not measured for a while is asked first."""
         untried = one.untried
-        one.tried.append(untried[0] if len(untried) == 1 else min(untried, key=load))
-        return self._holder_of(one, one.source)
+        holders = [self._holder_of(one, source) for source in untried]
+        chosen = 0 if len(holders) == 1 else _soonest(holders, one.nbytes)
+        one.tried.append(untried[chosen])
+        return holders[chosen]
 
     def _start(self, wanted: Sequence[Wanted]) -> None:
         task = self.loop.create_task(self._fetch(Batch(deque(wanted))))
@@ -288,8 +321,12 @@ class Fetcher:
         try:
             await self._request(link, batch.left)
             while batch.left:
-                one = batch.arrive(await self._receive(link, batch.left[0]))
+                header, began = await self._header(link), self.loop.time()
+                if not batch.has_begun:
+                    holder.pace.answered(began - started)
+                one = batch.arrive(await self._receive(link, batch.left[0], *header))
                 holder.breaker.succeeded()
+                holder.pace.received(header[1], self.loop.time() - began)
                 if one.fetched.held is not None:
                     self.counters.fetch_seconds.observe(self.loop.time() - started)
                 early = len(batch.arrived) == TOLD_TOGETHER or one.nbytes > TOLD_TOGETHER_BYTES
@@ -310,10 +347,11 @@ class Fetcher:
                 link, partial(link.send, request, timeout=PEER_ANSWER_SECONDS, already_sent=sent)
             )
 
-    async def _receive(self, link: FramedSocket, one: Wanted) -> Fetched:
-        """The next answer on the link: the bytes, verified and in the arena, or `stale`."""
+    async def _receive(
+        self, link: FramedSocket, one: Wanted, answer: object, nbytes: int
+    ) -> Fetched:
+        """What comes behind this header: the bytes, verified and in the arena, or `stale`."""
         location = one.source[0]
-        answer, nbytes = await self._header(link)
         if isinstance(answer, dict) and answer.get("status") == "stale":
             return Fetched(None, MissReason.STALE)
         header = self._checked(answer, nbytes, one.address, location)
@@ -418,6 +456,19 @@ class Fetcher:
         if item is None:
             raise BufferFull("a client of this node is writing this key")
         return item
+
+
+def _soonest(holders: Sequence[Holder], nbytes: int) -> int:
+    """The position of the one to ask for so many bytes: see `Fetcher._choose`."""
+    fails = [not holder.breaker.allows() for holder in holders]
+    seconds = [holder.expected_seconds(nbytes) for holder in holders]
+    alive = [took for took, failing in zip(seconds, fails, strict=True) if not failing]
+    same = SAME_FACTOR * min(alive, default=0.0) + SAME_SECONDS
+
+    def order(n: int) -> tuple[bool, float, int, float]:
+        return fails[n], seconds[n] if seconds[n] > same else 0.0, holders[n].users, random.random()
+
+    return min(range(len(holders)), key=order)
 
 
 def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:

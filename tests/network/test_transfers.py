@@ -134,6 +134,26 @@ def test_another_holder_delivers_what_a_cut_interrupted(make_network: MakeNetwor
                 print(f"{time.monotonic() - started:.2f} s")
 
 
+def test_of_two_holders_the_faster_one_is_asked(make_network: MakeNetwork) -> None:
+    network = make_network("a", "b", "c")
+    a, b, c = network.node("a"), network.node("b"), network.node("c")
+    with a.client() as at_a, b.client() as at_b, c.client() as at_c:
+        items = network.put(at_a, 24, MIB)
+        keys = [one for one, _ in items]
+        network.wait_for(at_b, keys)
+        assert all(
+            isinstance(found, torch.Tensor) for found in at_b.select_many(keys, timeout=10.0)
+        )
+        wait_until(lambda: at_b.stats()["unpublished"] == 0, 5.0)
+        network.wait_for(at_c, keys)
+        network.set_both("a", "c", rate=40)
+        before = network.sent_bytes("a", "c")
+        for one, tensor in items:
+            assert equal(at_c.select(one, timeout=10.0), tensor)
+        slow = network.sent_bytes("a", "c") - before
+        assert MIB <= slow < 6 * MIB, "of 24, the first ones by chance"
+
+
 @pytest.mark.parametrize("how", ["drop", "reject", "reset"])
 def test_a_kept_connection_that_died(make_network: MakeNetwork, how: str) -> None:
     network = make_network("a", "b")

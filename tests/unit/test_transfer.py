@@ -16,12 +16,16 @@ from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.links import Credentials
 from lookup_buffer.node.locate import Located
+from lookup_buffer.node.storage import Breaker
 from lookup_buffer.node.transfer import (
+    AT_ONCE_BYTES,
     FETCH_OWNER,
+    LINKS_MAX,
     PAUSE_SECONDS_MIN,
     TIMEOUTS_MAX,
     Fetched,
     Fetcher,
+    Holder,
     Wanted,
 )
 from lookup_buffer.protocol.header import PayloadHeader, TensorHeader
@@ -225,6 +229,48 @@ def test_a_silent_holder_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPat
         fetching.fetcher.close()
 
     asyncio.run(test())
+
+
+def holder(answer_seconds: float = 0.0, bytes_per_second: float = 0.0, users: int = 0) -> Holder:
+    """One that was measured once, or never."""
+    made = Holder(Breaker(lambda: 0.0, 1, 1.0, 1.0), used_at=0.0, users=users)
+    if answer_seconds:
+        made.pace.answered(answer_seconds)
+    if bytes_per_second:
+        made.pace.received(2 * AT_ONCE_BYTES, 2 * AT_ONCE_BYTES / bytes_per_second)
+    return made
+
+
+def chosen(nbytes: int, *holders: Holder) -> set[int]:
+    return {transfer._soonest(holders, nbytes) for _ in range(100)}
+
+
+def test_a_fast_holder_is_asked_for_much_and_a_near_one_for_little() -> None:
+    far, near = holder(0.050, 1e9), holder(0.001, 1e6)
+    assert chosen(100 << 20, far, near) == {0}
+    assert chosen(1000, far, near) == {1}
+
+
+def test_holders_that_are_equally_fast_are_asked_by_turns() -> None:
+    three = holder(0.001, 1e9), holder(0.004, 0.7e9), holder(0.002, 1e8)
+    assert chosen(50 << 20, *three) == {0, 1}
+    busy = holder(0.001, 1e9, users=1)
+    assert chosen(50 << 20, busy, three[1]) == {1}
+
+
+def test_a_holder_that_was_never_asked_is_asked_before_slow_ones() -> None:
+    assert chosen(50 << 20, holder(0.001, 1e8), holder()) == {1}
+
+
+def test_who_waits_for_a_fast_holder_may_be_served_by_a_slower_one() -> None:
+    fast, slow = holder(0.001, 1e9, users=4 * LINKS_MAX), holder(0.001, 0.3e9)
+    assert chosen(50 << 20, fast, slow) == {1}
+
+
+def test_a_holder_that_fails_comes_last() -> None:
+    fast, slow = holder(0.001, 1e9), holder(0.001, 1e6)
+    fast.breaker.failed()
+    assert chosen(50 << 20, fast, slow) == {1}
 
 
 def test_a_transfer_for_which_no_thread_is_free_fails_in_time(
