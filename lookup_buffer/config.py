@@ -135,6 +135,9 @@ class BufferConfig(BaseModel):
     """Private key of this certificate in PEM, without a passphrase."""
     tls_authority_file: Path | None = None
     """Certificates in PEM of the authorities that sign for nodes."""
+    read_only: bool = False
+    """Whether the node and its clients only read. The node stores, takes and claims nothing, and
+    writes nothing to the store. With TLS its certificate has to say so, which other nodes check."""
     http_listen: str | None = None
     """Address of `/metrics` and `/healthz`, as `http://127.0.0.1:7731`; none: not served."""
     http_token: SecretStr | None = None
@@ -209,6 +212,11 @@ class BufferConfig(BaseModel):
             host, _ = parse_http(self.http_listen)
             token = self.http_token or self.http_token_file
             guard_listener("'http_listen'", host, setting_advice("http_token"), token)
+        if self.read_only and self.store_url == EMBEDDED:
+            raise ValueError(
+                "'read_only' is set, and 'store_url' is 'embedded', where nobody else stores "
+                "anything; set 'store_url' to that of the nodes from which this one reads"
+            )
         self._check_tls()
         host, _ = parse_address(self.listen)
         guard_listener(
@@ -347,6 +355,7 @@ class BufferConfig(BaseModel):
         return {
             "capacity_bytes": self.capacity_bytes,
             "store_url": _store_identity(self.store_url),
+            "read_only": self.read_only,
         }
 
     def socket_path(self) -> Path:

@@ -68,7 +68,7 @@ def _peer_checks(infos: Sequence[NodeInfo], config: "BufferConfig") -> Iterator[
     tls, files = None, config.tls_files()
     try:
         if files and config.node_id:
-            tls = Tls(files, config.node_id)
+            tls = Tls(files, config.node_id, read_only=config.read_only)
     except ConfigError as error:
         yield fail(
             "tls", str(error), "correct the file: with it the node of this host does not start"

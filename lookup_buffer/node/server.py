@@ -23,6 +23,7 @@ from lookup_buffer.errors import (
     MissReason,
     NodeRefused,
     ProtocolError,
+    ReadOnly,
 )
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims
@@ -38,6 +39,7 @@ from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.takes import Taken, Takes
 from lookup_buffer.protocol.messages import (
+    CHANGES,
     VERSION,
     Acknowledge,
     Claim,
@@ -100,6 +102,8 @@ class Server:
     counters: Counters
     expects: Mapping[str, str | int]
     """The settings that a client's configuration must share with this node; see `Hello.expects`."""
+    read_only: bool = False
+    """Whether CHANGES are refused."""
     closer: Closer = field(default_factory=Closer)
     idle_since: float = field(default_factory=time.monotonic)
     _prefetches: Prefetches = field(init=False)
@@ -274,6 +278,11 @@ class Server:
                 raise ProtocolError(f"{request.op} out of turn")
 
     def _handle(self, connection: Connection, session: Session, request: Request) -> Answer:
+        if self.read_only and isinstance(request, CHANGES):
+            raise ReadOnly(
+                f"node {self.identity.node} only reads (setting 'read_only'): it refuses "
+                f"{request.op}"
+            )
         handler = self._handlers.get(type(request))
         if handler is not None:
             return handler(session, request)
@@ -375,7 +384,7 @@ class Server:
         """Why the node is unhealthy, as `/healthz` shows it; "" if it is healthy."""
         if not self.registrar.store_up:
             return "the store is not reached: only what this host holds is found"
-        if not self.registrar.heartbeat.established:
+        if not self.read_only and not self.registrar.heartbeat.established:
             return "the node has not joined its fleet yet: another node may be running with its id"
         return ""
 

@@ -41,6 +41,14 @@ def test_a_second_call_renews_by_the_same_authority(tmp_path: Path) -> None:
         Tls(files_of(tmp_path, node), node)
 
 
+def test_readers_have_certificates_of_their_own(tmp_path: Path) -> None:
+    made = run("certificates", str(tmp_path), "reader-a", "--reader")
+    assert made.returncode == 0, made.stderr
+    assert "LOOKUP_BUFFER_READ_ONLY=true" in made.stdout
+    Tls(files_of(tmp_path, "reader-a"), "reader-a", read_only=True)
+    assert "READ_ONLY" not in run("certificates", str(tmp_path), "node-a").stdout
+
+
 @pytest.mark.parametrize(
     ("node", "reason"),
     [
