@@ -32,6 +32,7 @@ from lookup_buffer.access import (
     TOKENS,
     StoreAccess,
     check_store_url,
+    known_user_token,
     override,
     runtime_directory,
     user_token,
@@ -288,13 +289,14 @@ class BufferConfig(BaseModel):
         for name, value in super().__repr_args__():
             yield name, _shown(value, str(name))
 
-    def runtime_directory(self) -> Path:
-        """The directory of this host's node, created with mode 0700, its owner and mode checked.
+    def runtime_directory(self, *, make: bool = True) -> Path:
+        """The directory of this host's node, its owner and mode checked. If there is none, it is
+        created with mode 0700, or, without `make`, only said where it would be.
 
         Raises:
             ConfigError: it cannot be created, belongs to another user, or is open to others.
         """
-        return runtime_directory(self.directory)
+        return runtime_directory(self.directory, make=make)
 
     def store_access(self) -> StoreAccess:
         """The settings for the store."""
@@ -319,12 +321,13 @@ class BufferConfig(BaseModel):
         """
         return self._secret("token") or user_token()
 
-    def read_peer_token(self) -> str | None:
+    def read_peer_token(self, *, make: bool = True) -> str | None:
         """What nodes of this configuration prove to each other that they know; None: their
-        certificates are enough. Raises as `read_token`."""
+        certificates are enough, or, without `make`, this user has no token yet. Raises as
+        `read_token`."""
         if self.tls_files() and self.token is None and self.token_file is None:
             return None
-        return self.read_token()
+        return self.read_token() if make else self._secret("token") or known_user_token()
 
     def read_http_token(self) -> str | None:
         """The secret of those who read `/metrics`. Raises as `read_token`."""
@@ -360,7 +363,7 @@ class BufferConfig(BaseModel):
 
     def socket_path(self) -> Path:
         """The node's unix socket: `node_socket`, or the one in the runtime directory."""
-        return self.node_socket or self.runtime_directory() / "node.sock"
+        return self.node_socket or self.runtime_directory(make=False) / "node.sock"
 
 
 def check_token(token: str) -> None:

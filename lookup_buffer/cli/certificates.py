@@ -57,6 +57,7 @@ def certificates(folder: Path, nodes: tuple[str, ...], days: int, reader: bool) 
 
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         authority = Authority.of(folder)
+        authority.check_lasts(datetime.timedelta(days=days))
         for node in nodes:
             authority.certify(node, folder, datetime.timedelta(days=days), reader=reader)
     except ImportError as error:
@@ -132,6 +133,18 @@ class Authority:
     @property
     def pem(self) -> bytes:
         return _pem(self._certificate)
+
+    def check_lasts(self, valid: datetime.timedelta) -> None:
+        """Raises CommandError: it expires before a certificate would that is made now."""
+        until = self._certificate.not_valid_after_utc
+        if _now() + valid > until:
+            left = max(0, (until - _now()).days)
+            raise CommandError(
+                f"the authority's certificate expires on {until:%Y-%m-%d}, sooner than in "
+                f"{valid.days} days; allowed: --days up to {left}, or a new authority: see "
+                "docs/operations.md, 'Rotating certificates'",
+                ExitCode.USAGE,
+            )
 
     def certify(
         self,

@@ -169,6 +169,9 @@ class _Contexts(NamedTuple):
     accepts: ssl.SSLContext
     expires: float = 0.0
     """When this node's certificate does, in seconds of the epoch."""
+    authority_expires: float = 0.0
+    """The same of the authority that signed it; the first of all, if that is not in the file of
+    authorities."""
 
 
 class Tls:
@@ -191,6 +194,11 @@ class Tls:
     def expires(self) -> float:
         """When this node's certificate does, in seconds of the epoch."""
         return self._contexts.expires
+
+    @property
+    def authority_expires(self) -> float:
+        """When its authority's certificate does; all certificates that it signed end with it."""
+        return self._contexts.authority_expires
 
     def dialled(self, stream: socket.socket) -> TlsSocket:
         """`stream`, newly connected, for TLS; its handshake follows. It is closed on any error."""
@@ -305,11 +313,19 @@ def _contexts(files: TlsFiles, node: str, *, read_only: bool) -> _Contexts:
         raise ConfigError(f"the files of TLS changed while they were read: {error}") from error
     accepts.verify_mode = ssl.CERT_REQUIRED
     accepts.num_tickets = 0  # a ticket would look like an answer that nobody requested
+    dials.keylog_filename = None  # type: ignore[assignment]  # SSLKEYLOGFILE would get all keys
     for context in (dials, accepts):
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.sslsocket_class = TlsSocket
     own = _checked_own(_Contexts(dials, accepts), files, node, read_only=read_only)
-    return _Contexts(dials, accepts, ssl.cert_time_to_seconds(own["notAfter"]))
+    expires = ssl.cert_time_to_seconds(own["notAfter"])
+    return _Contexts(dials, accepts, expires, _authority_expires(dials, own))
+
+
+def _authority_expires(dials: ssl.SSLContext, own: dict[str, Any]) -> float:
+    known = dials.get_ca_certs()
+    signers = [one for one in known if one["subject"] == own["issuer"]] or known
+    return min(ssl.cert_time_to_seconds(str(one["notAfter"])) for one in signers)
 
 
 def _checked_own(
