@@ -6,6 +6,7 @@ builds and starts it.
 """
 
 import asyncio
+import logging
 import os
 import socket
 import stat
@@ -74,6 +75,7 @@ from lookup_buffer.protocol.messages import (
     hello_of_another_version,
     parse,
 )
+from lookup_buffer.protocol.sockets import unmapped_user
 from lookup_buffer.shm.index import RemoteIndex
 from lookup_buffer.times import QUARANTINE_SECONDS
 
@@ -82,8 +84,11 @@ HELLO_SECONDS = 5.0
 """A connection that has no session after this time is closed."""
 CLOSE_SECONDS = 2.0
 """For sessions at shutdown: their requests have only to notice that they are cancelled."""
+STRANGERS_MAX = 16
+"""Of so many users it is logged that they were refused."""
 TRY_AGAIN_SECONDS = 0.05
 """Pause before the next accept, if the process has no free descriptor."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -117,6 +122,8 @@ class Server:
     _probes: set[Connection] = field(default_factory=set)
     """Those that asked for `Metrics` without a session."""
     _serving: Tasks = field(default_factory=Tasks)
+    _strangers: set[int] = field(default_factory=set)
+    """Users whose processes were refused."""
     _listener: socket.socket | None = None
     _socket_file: tuple[int, int] | None = None
     """Device and inode of the file of the listening socket."""
@@ -220,8 +227,19 @@ class Server:
         self._of[connection] = None
         if connection.uid not in (os.getuid(), 0):
             connection.end(None)
+            self._report_stranger(connection.uid)
             return
         self.loop.call_later(HELLO_SECONDS, self._expect_hello, connection)
+
+    def _report_stranger(self, uid: int) -> None:
+        """Once for each user, since the client is told nothing."""
+        if uid in self._strangers or len(self._strangers) >= STRANGERS_MAX:
+            return
+        self._strangers.add(uid)
+        _log.warning(
+            "a process of user %d was refused: this node, of user %d, serves its own user and "
+            "root%s", uid, os.getuid(), unmapped_user(uid),
+        )  # fmt: skip
 
     def _expect_hello(self, connection: Connection) -> None:
         if connection in self._of and self._of[connection] is None:

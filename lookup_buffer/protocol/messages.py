@@ -135,7 +135,8 @@ class Join(Request):
 
 @dataclass(frozen=True, slots=True)
 class Stage(Request):
-    """Set the staging area of this connection; its descriptor is sent with the frame. → nothing."""
+    """Set the staging area of this connection; its descriptor is sent with the frame. Not while an
+    `Insert` of the connection is not answered. → nothing."""
 
     op = "stage"
 
