@@ -68,6 +68,16 @@ class SharedSettings(BufferConfig):
     def _readable_url(cls, value: str) -> str:
         return check_store_url(value)
 
+    @model_validator(mode="after")
+    def _reader_without_lane_or_handoffs(self) -> "SharedSettings":
+        for name, off in (("device_lane", "off"), ("behind_router", False)):
+            if self.read_only and (value := getattr(self, name, off)) != off:
+                raise ValueError(
+                    f"'read_only' is set, and {name!r} is {value!r}, which changes what others "
+                    f"find; allowed with it: {off!r}"
+                )
+        return self
+
     @property
     def pin_budget_bytes(self) -> int:
         """The most bytes that waiting requests may pin. The node allows a third of its arena."""
@@ -142,6 +152,16 @@ def parse_as(kind: type[Settings], raw: Mapping[str, Any], where: str) -> Settin
             "password, and 'store_password_file' or 'store_sentinel_password_file'"
         )
     return settings
+
+
+def validate_role(settings: SharedSettings, role: str, *, is_consumer: bool) -> None:
+    """Raises ConfigError: the engine is to store only (`role`), and its settings say that it only
+    reads."""
+    if settings.read_only and not is_consumer:
+        raise ConfigError(
+            f"setting 'read_only' is on, and this engine is an {role}, which only stores; give it "
+            "another role, or remove 'read_only'"
+        )
 
 
 def validate_engine(vllm_config: Any) -> None:

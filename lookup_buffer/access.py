@@ -7,13 +7,14 @@ import it. The runtime directory holds the sockets, lock and log of this host's 
 of an embedded store. Any thread; starts none.
 """
 
+import errno
 import os
 import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -26,9 +27,9 @@ from store.schemes import is_foreign, unknown_scheme
 from store.url import parse
 
 
-def runtime_directory(named: Path | None) -> Path:
-    """The directory `named`, or the user's default; created with mode 0700, its owner and mode
-    checked.
+def runtime_directory(named: Path | None, *, make: bool = True) -> Path:
+    """The directory `named`, or the user's default; its owner and mode are checked. If there is
+    none, it is created with mode 0700, or, without `make`, only said where it would be.
 
     Raises:
         ConfigError: it cannot be created, belongs to another user, is open to others, or is a
@@ -36,7 +37,11 @@ def runtime_directory(named: Path | None) -> Path:
     """
     path = named or _default_directory()
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if make:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        elif not os.path.lexists(path):
+            _check_creatable(path)
+            return path
         state = path.lstat()
     except OSError as error:
         raise ConfigError(
@@ -56,6 +61,15 @@ def runtime_directory(named: Path | None) -> Path:
     return path
 
 
+def _check_creatable(path: Path) -> None:
+    """Raises OSError: the user may not create it."""
+    parent = next(parent for parent in path.absolute().parents if parent.exists())
+    if not parent.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 def user_token() -> str:
     """The token of all nodes of this user on this host to which none is given. The first who asks
     makes it, in the user's default directory, whatever the `directory` of his node: nodes of one
@@ -64,11 +78,27 @@ def user_token() -> str:
     Raises:
         ConfigError: it cannot be made or read.
     """
-    try:
+    with _told_of_token():
         path = runtime_directory(None) / "token"
         if not path.exists():
             _make_secret(path)
-        return read_secret(path, "the token of this user's nodes")
+        return read_secret(path, _USER_TOKEN)
+
+
+def known_user_token() -> str | None:
+    """`user_token`, if it has been made."""
+    with _told_of_token():
+        path = runtime_directory(None, make=False) / "token"
+        return read_secret(path, _USER_TOKEN) if path.exists() else None
+
+
+_USER_TOKEN: Final = "the token of this user's nodes"
+
+
+@contextmanager
+def _told_of_token() -> Iterator[None]:
+    try:
+        yield
     except (OSError, ConfigError) as error:
         raise ConfigError(
             f"no 'token_file' is set, and this user's nodes cannot share a token: {error}"
@@ -198,7 +228,7 @@ class StoreAccess:
     def actual_url(self) -> str:
         """The URL to connect to. Raises ConfigError: see `runtime_directory`, for `embedded`."""
         if self.url == EMBEDDED:
-            return embedded_url(runtime_directory(self.directory))
+            return embedded_url(runtime_directory(self.directory, make=False))
         return self.url
 
     def check_files(self) -> None:

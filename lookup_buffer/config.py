@@ -32,6 +32,7 @@ from lookup_buffer.access import (
     TOKENS,
     StoreAccess,
     check_store_url,
+    known_user_token,
     override,
     runtime_directory,
     user_token,
@@ -135,6 +136,9 @@ class BufferConfig(BaseModel):
     """Private key of this certificate in PEM, without a passphrase."""
     tls_authority_file: Path | None = None
     """Certificates in PEM of the authorities that sign for nodes."""
+    read_only: bool = False
+    """Whether the node and its clients only read. The node stores, takes and claims nothing, and
+    writes nothing to the store. With TLS its certificate has to say so, which other nodes check."""
     http_listen: str | None = None
     """Address of `/metrics` and `/healthz`, as `http://127.0.0.1:7731`; none: not served."""
     http_token: SecretStr | None = None
@@ -209,6 +213,11 @@ class BufferConfig(BaseModel):
             host, _ = parse_http(self.http_listen)
             token = self.http_token or self.http_token_file
             guard_listener("'http_listen'", host, setting_advice("http_token"), token)
+        if self.read_only and self.store_url == EMBEDDED:
+            raise ValueError(
+                "'read_only' is set, and 'store_url' is 'embedded', where nobody else stores "
+                "anything; set 'store_url' to that of the nodes from which this one reads"
+            )
         self._check_tls()
         host, _ = parse_address(self.listen)
         guard_listener(
@@ -280,13 +289,14 @@ class BufferConfig(BaseModel):
         for name, value in super().__repr_args__():
             yield name, _shown(value, str(name))
 
-    def runtime_directory(self) -> Path:
-        """The directory of this host's node, created with mode 0700, its owner and mode checked.
+    def runtime_directory(self, *, make: bool = True) -> Path:
+        """The directory of this host's node, its owner and mode checked. If there is none, it is
+        created with mode 0700, or, without `make`, only said where it would be.
 
         Raises:
             ConfigError: it cannot be created, belongs to another user, or is open to others.
         """
-        return runtime_directory(self.directory)
+        return runtime_directory(self.directory, make=make)
 
     def store_access(self) -> StoreAccess:
         """The settings for the store."""
@@ -311,12 +321,13 @@ class BufferConfig(BaseModel):
         """
         return self._secret("token") or user_token()
 
-    def read_peer_token(self) -> str | None:
+    def read_peer_token(self, *, make: bool = True) -> str | None:
         """What nodes of this configuration prove to each other that they know; None: their
-        certificates are enough. Raises as `read_token`."""
+        certificates are enough, or, without `make`, this user has no token yet. Raises as
+        `read_token`."""
         if self.tls_files() and self.token is None and self.token_file is None:
             return None
-        return self.read_token()
+        return self.read_token() if make else self._secret("token") or known_user_token()
 
     def read_http_token(self) -> str | None:
         """The secret of those who read `/metrics`. Raises as `read_token`."""
@@ -347,11 +358,12 @@ class BufferConfig(BaseModel):
         return {
             "capacity_bytes": self.capacity_bytes,
             "store_url": _store_identity(self.store_url),
+            "read_only": self.read_only,
         }
 
     def socket_path(self) -> Path:
         """The node's unix socket: `node_socket`, or the one in the runtime directory."""
-        return self.node_socket or self.runtime_directory() / "node.sock"
+        return self.node_socket or self.runtime_directory(make=False) / "node.sock"
 
 
 def check_token(token: str) -> None:

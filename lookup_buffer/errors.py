@@ -101,6 +101,10 @@ class NodeRefused(LookupBufferError):
     """The node refuses the client: another version, token or configuration."""
 
 
+class ReadOnly(LookupBufferError):
+    """The node only reads (setting `read_only`): it stores, takes and claims nothing."""
+
+
 class ProtocolError(LookupBufferError):
     """Bytes that are not a valid message: garbled, oversized, truncated, or of a wrong type."""
 

@@ -516,8 +516,9 @@ class Inspection(ABC):
     """Checks of the servers behind a store. Errors are those of MetadataStore."""
 
     @abstractmethod
-    async def refused(self) -> Refused | None:
-        """The commands that the servers deny by ACL or do not know; None if all are allowed."""
+    async def refused(self, *, read_only: bool = False) -> Refused | None:
+        """The commands of a node that the servers deny by ACL or do not know; None if all are
+        allowed. `read_only`: only those of a node that writes nothing."""
 
     @abstractmethod
     async def clock_ahead_seconds(self) -> float | None:

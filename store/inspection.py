@@ -6,6 +6,7 @@ Changes no data that others read.
 import hashlib
 import time
 from collections.abc import Mapping
+from typing import Final
 
 from store import layout, record_fields
 from store.answers import Examined, Refused
@@ -52,18 +53,22 @@ PROBES: tuple[Command, ...] = (
     ("EVAL", _SCRIPT, 1, _PROBE),
     ("EVALSHA", hashlib.sha1(_SCRIPT.encode()).hexdigest(), 1, _PROBE),
 )
+_READS: Final = frozenset(
+    {"PING", "INFO", "SCAN", "TYPE", "EXISTS", "HGET", "HGETALL", "HKEYS", "ZMSCORE", "GET", "PTTL"}
+)
 
 
 class RedisInspection(Inspection):
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    async def refused(self) -> Refused | None:
+    async def refused(self, *, read_only: bool = False) -> Refused | None:
+        probes = tuple(one for one in PROBES if not read_only or one[0] in _READS)
         reasons: dict[str, str] = {}
         topology = self._client.topology
         for server in await topology.servers(topology.new_budget()):
-            replies = [*await server.exchange(PROBES), await _try_tracking(server)]
-            for command, reply in zip((*PROBES, TRACK), replies, strict=True):
+            replies = [*await server.exchange(probes), await _try_tracking(server)]
+            for command, reply in zip((*probes, TRACK), replies, strict=True):
                 # Other errors are ignored: another server of a cluster holds that key, or a full
                 # server refuses to write.
                 if isinstance(reply, REFUSALS) and (

@@ -261,7 +261,7 @@ class EcClaims:
         self._engine_cache = engine_cache
         self._counters = counters
         self._clock = clock
-        self.enabled = settings.claim_wait_seconds != 0
+        self.enabled = settings.claim_wait_seconds != 0 and not settings.read_only
         self._stores = shape.is_producer
         self._claims: dict[str, RequestClaims] = {}
         self._intents = Intents()

@@ -51,7 +51,7 @@ class LookupBufferECConnector(ECConnectorBase):
         if role == ECConnectorRole.SCHEDULER:
             fields = _metadata_fields(vllm_config)
             self.scheduler, self.without_gate = _make_scheduler(vllm_config, settings, fields)
-            self._reported = fields if _is_encode_only(vllm_config) else None
+            self._reported = fields if _is_encode_only(vllm_config, settings) else None
         else:
             self.worker = _make_worker(vllm_config, settings)
             if self.worker is not None and not hasattr(ECConnectorBase, "start_worker_services"):
@@ -182,14 +182,15 @@ def _checked_settings(vllm_config: Any, role: ECConnectorRole) -> "ConnectorSett
     """Read and validate the settings. On an error, log one line that names the reason and raise."""
     from connectors.counters import logger
     from connectors.ec.lane import validate_device_lane
-    from connectors.ec.seat import loading_ranks
+    from connectors.ec.seat import loading_ranks, roles
     from connectors.identifiers import validate_identifiers
-    from connectors.settings import parse_settings, validate_engine
+    from connectors.settings import parse_settings, validate_engine, validate_role
     from lookup_buffer.errors import ConfigError
 
     try:
         settings = parse_settings(vllm_config.ec_transfer_config.ec_connector_extra_config or {})
         validate_engine(vllm_config)
+        validate_role(settings, "ec_producer", is_consumer=roles(vllm_config, settings)[1])
         validate_device_lane(settings, loading_ranks(vllm_config))
         validate_identifiers(vllm_config)
     except ConfigError as error:
@@ -205,12 +206,12 @@ def _metadata_fields(vllm_config: Any) -> "MetadataFields":
     return MetadataFields(vllm_config.model_config)
 
 
-def _is_encode_only(vllm_config: Any) -> bool:
+def _is_encode_only(vllm_config: Any, settings: "ConnectorSettings") -> bool:
     """Whether this engine only encodes. Other engines then serve the requests, and need the
     metadata of its items."""
     from connectors.ec.seat import roles
 
-    is_producer, is_consumer = roles(vllm_config)
+    is_producer, is_consumer = roles(vllm_config, settings)
     return is_producer and not is_consumer
 
 
@@ -220,7 +221,8 @@ def _make_scheduler(
     from connectors.ec.scheduler import EcScheduler
     from connectors.ec.seat import engine_shape, open_buffer
 
-    buffer, shape = open_buffer(vllm_config, settings, rank=None), engine_shape(vllm_config)
+    buffer = open_buffer(vllm_config, settings, rank=None)
+    shape = engine_shape(vllm_config, settings)
     metadata_fields = fields.fields_for
     scheduler = EcScheduler(buffer, settings, shape, metadata_fields=metadata_fields)
     if HAS_GATE:
@@ -238,7 +240,7 @@ def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker |
     from connectors.ec.worker import EcWorker
     from connectors.weights import WeightsWatch
 
-    seat = worker_seat(vllm_config)
+    seat = worker_seat(vllm_config, settings)
     if seat is None:
         return None
     # Read now: the model may change its configuration while it loads, and its files may change.
@@ -252,7 +254,7 @@ def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker |
     def make_lane() -> WorkerDeviceLane | None:
         if settings.device_lane == "off":
             return None
-        loads, stores = roles(vllm_config)[1], seat.stores
+        loads, stores = roles(vllm_config, settings)[1], seat.stores
         return WorkerDeviceLane(settings, device, loads=loads, stores=stores)
 
     return EcWorker(

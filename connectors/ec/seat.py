@@ -20,12 +20,13 @@ from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 _IDENTITY = "_lookup_buffer_identity"
 
 
-def roles(vllm_config: Any) -> tuple[bool, bool]:
-    """Whether the engine produces, and whether it consumes."""
+def roles(vllm_config: Any, settings: ConnectorSettings) -> tuple[bool, bool]:
+    """Whether the engine produces, and whether it consumes. One that only reads consumes alone."""
     ec = vllm_config.ec_transfer_config
     is_producer = bool(ec.is_ec_producer)
     # vLLM before 0.17 has no `ec_both`: an engine that does not produce consumes.
-    return is_producer, bool(getattr(ec, "is_ec_consumer", not is_producer))
+    is_consumer = bool(getattr(ec, "is_ec_consumer", not is_producer))
+    return is_producer and not settings.read_only, is_consumer
 
 
 def loading_ranks(vllm_config: Any) -> int:
@@ -36,8 +37,8 @@ def loading_ranks(vllm_config: Any) -> int:
     )
 
 
-def engine_shape(vllm_config: Any) -> EngineShape:
-    is_producer, is_consumer = roles(vllm_config)
+def engine_shape(vllm_config: Any, settings: ConnectorSettings) -> EngineShape:
+    is_producer, is_consumer = roles(vllm_config, settings)
     model = vllm_config.model_config
     itemsize = getattr(model.dtype, "itemsize", 2)
     return EngineShape(
@@ -102,7 +103,7 @@ def _steps_in_flight(vllm_config: Any) -> int:
     return int(vllm_config.parallel_config.pipeline_parallel_size) + 1
 
 
-def worker_seat(vllm_config: Any) -> WorkerSeat | None:
+def worker_seat(vllm_config: Any, settings: ConnectorSettings) -> WorkerSeat | None:
     """The position of this worker; None on pipeline stages that run no encoder."""
     stage, rank = divmod(int(vllm_config.parallel_config.rank), loading_ranks(vllm_config))
     if stage > 0:
@@ -114,7 +115,7 @@ def worker_seat(vllm_config: Any) -> WorkerSeat | None:
         import torch
 
         device = f"{device}:{torch.accelerator.current_device_index()}"
-    return WorkerSeat(rank=rank, is_producer=roles(vllm_config)[0], device=device)
+    return WorkerSeat(rank=rank, is_producer=roles(vllm_config, settings)[0], device=device)
 
 
 def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None) -> LookupBuffer:

@@ -186,11 +186,13 @@ def _checked_settings(vllm_config: Any, role: Any, kv_cache_config: Any) -> "KvS
     from connectors.counters import logger
     from connectors.identifiers import validate_identifiers
     from connectors.kv.engine import parse_kv_settings, set_recompute_policy, validate_cache
+    from connectors.settings import validate_role
     from lookup_buffer.errors import ConfigError
 
     transfer = vllm_config.kv_transfer_config
     try:
         settings = parse_kv_settings(transfer.kv_connector_extra_config or {})
+        validate_role(settings, "kv_producer", is_consumer=bool(transfer.is_kv_consumer))
         validate_cache(vllm_config, kv_cache_config)
         validate_identifiers(vllm_config)
     except ConfigError as error:

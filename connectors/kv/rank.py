@@ -21,7 +21,7 @@ def kv_shape(vllm_config: Any, kv_cache_config: Any, settings: KvSettings) -> Kv
     spec = group.kv_cache_spec
     blocks = chunk_blocks(settings.chunk_tokens, spec.block_size)
     return KvShape(
-        is_producer=bool(transfer.is_kv_producer),
+        is_producer=bool(transfer.is_kv_producer) and not settings.read_only,
         is_consumer=bool(transfer.is_kv_consumer),
         block_size=spec.block_size,
         chunk_tokens=blocks * spec.block_size,

@@ -37,7 +37,8 @@ _NODE_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,48}")
 @click.option(
     "--days", type=click.IntRange(1, 36_500), default=DAYS, help=f"Validity; default: {DAYS}."
 )
-def certificates(folder: Path, nodes: tuple[str, ...], days: int) -> None:
+@click.option("--reader", is_flag=True, help="For nodes that only read (setting read_only).")
+def certificates(folder: Path, nodes: tuple[str, ...], days: int, reader: bool) -> None:
     """Make certificates for TLS between nodes.
 
     FOLDER gets the certificate and the key of an authority, unless it has them, and those of each
@@ -56,8 +57,9 @@ def certificates(folder: Path, nodes: tuple[str, ...], days: int) -> None:
 
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         authority = Authority.of(folder)
+        authority.check_lasts(datetime.timedelta(days=days))
         for node in nodes:
-            authority.certify(node, folder, datetime.timedelta(days=days))
+            authority.certify(node, folder, datetime.timedelta(days=days), reader=reader)
     except ImportError as error:
         raise CommandError(
             "the package cryptography is not installed: pip install 'lookup-buffer[certificates]'",
@@ -68,11 +70,13 @@ def certificates(folder: Path, nodes: tuple[str, ...], days: int) -> None:
         raise CommandError(sentence, ExitCode.FOUND) from error
     for node in nodes:
         certificate, key = _paths(folder.absolute(), node)
-        print_line(f"node {node}, for {days} days:")
+        print_line(f"{'reader' if reader else 'node'} {node}, for {days} days:")
         print_line(f"  LOOKUP_BUFFER_NODE_ID={node}")
         print_line(f"  LOOKUP_BUFFER_TLS_CERTIFICATE_FILE={certificate}")
         print_line(f"  LOOKUP_BUFFER_TLS_KEY_FILE={key}")
         print_line(f"  LOOKUP_BUFFER_TLS_AUTHORITY_FILE={_paths(folder.absolute(), AUTHORITY)[0]}")
+        if reader:
+            print_line("  LOOKUP_BUFFER_READ_ONLY=true")
     print_line(
         f"give each host the three files of its node; {_paths(folder, AUTHORITY)[1]} stays here"
     )
@@ -103,7 +107,7 @@ class Authority:
     @classmethod
     def make(cls, name: str) -> "Authority":
         key, until = _new_key(), _now() + datetime.timedelta(days=AUTHORITY_DAYS)
-        certificate = _signed(name, key, name, key, _now() - _BEFORE, until, is_authority=True)
+        certificate = _signed(name, key, name, key, _now() - _BEFORE, until, names=None)
         return cls(certificate, key)
 
     @classmethod
@@ -130,22 +134,41 @@ class Authority:
     def pem(self) -> bytes:
         return _pem(self._certificate)
 
+    def check_lasts(self, valid: datetime.timedelta) -> None:
+        """Raises CommandError: it expires before a certificate would that is made now."""
+        until = self._certificate.not_valid_after_utc
+        if _now() + valid > until:
+            left = max(0, (until - _now()).days)
+            raise CommandError(
+                f"the authority's certificate expires on {until:%Y-%m-%d}, sooner than in "
+                f"{valid.days} days; allowed: --days up to {left}, or a new authority: see "
+                "docs/operations.md, 'Rotating certificates'",
+                ExitCode.USAGE,
+            )
+
     def certify(
         self,
         node: str,
         folder: Path,
         valid: datetime.timedelta,
         now: datetime.datetime | None = None,
+        *,
+        reader: bool = False,
     ) -> tuple[Path, Path]:
-        """Write certificate and key of `node`; returns their paths."""
+        """Write certificate and key of `node`, which only reads if it is a `reader`; returns their
+        paths."""
+        from cryptography import x509
         from cryptography.x509.oid import NameOID
+
+        from lookup_buffer.protocol.tls import READER
 
         key, now = _new_key(), now or _now()
         names = self._certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
         name = str(names[0].value) if names else AUTHORITY
-        certificate = _signed(
-            node, key, name, self._key, now - _BEFORE, now + valid, is_authority=False
-        )
+        own: list[x509.GeneralName] = [x509.DNSName(node)]
+        if reader:
+            own.append(x509.UniformResourceIdentifier(READER))
+        certificate = _signed(node, key, name, self._key, now - _BEFORE, now + valid, names=own)
         paths = _paths(folder, node)
         _write(paths[1], _key_pem(key), mode=0o600)
         _write(paths[0], _pem(certificate), mode=0o644)
@@ -174,22 +197,24 @@ def _signed(
     begins: datetime.datetime,
     ends: datetime.datetime,
     *,
-    is_authority: bool,
+    names: "list[x509.GeneralName] | None",
 ) -> "x509.Certificate":
+    """`names`: of a node; None for the authority."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
+    is_authority = names is None
     extensions: list[tuple[Any, bool]] = [
         (x509.BasicConstraints(is_authority, 0 if is_authority else None), True),
         (key_usage(is_authority), True),
         (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
         (x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), False),
     ]
-    if not is_authority:
+    if names is not None:
         both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         extensions += [
-            (x509.SubjectAlternativeName([x509.DNSName(name)]), False),
+            (x509.SubjectAlternativeName(names), False),
             (x509.ExtendedKeyUsage(both), False),
         ]
     builder = (

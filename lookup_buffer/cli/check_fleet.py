@@ -68,14 +68,20 @@ def _peer_checks(infos: Sequence[NodeInfo], config: "BufferConfig") -> Iterator[
     tls, files = None, config.tls_files()
     try:
         if files and config.node_id:
-            tls = Tls(files, config.node_id)
+            tls = Tls(files, config.node_id, read_only=config.read_only)
     except ConfigError as error:
         yield fail(
             "tls", str(error), "correct the file: with it the node of this host does not start"
         )
     yield from _schemes_checks(infos, by_tls, has_files=files is not None)
     tried = [info for info in infos if (tls is not None) == (info in by_tls)][:TRIED_MAX]
-    token = config.read_peer_token()
+    try:
+        token = config.read_peer_token(make=False)
+    except ConfigError as error:
+        yield fail(
+            "token", str(error), "correct the file: with it the node of this host does not start"
+        )
+        return
     unreached, refusing, uncertified = [], [], []
     for info in tried:
         try:
@@ -91,7 +97,7 @@ def _peer_checks(infos: Sequence[NodeInfo], config: "BufferConfig") -> Iterator[
     yield _ports_check(unreached, len(tried))
     is_set = config.token is not None or config.token_file is not None
     if tls is not None:
-        yield _certificates_check(uncertified, reached, tls.expires - time.time())
+        yield _certificates_check(uncertified, reached, tls)
     yield _token_check(refusing, reached - len(uncertified), is_set=is_set)
 
 
@@ -122,8 +128,17 @@ def _schemes_checks(
         )
 
 
-def _certificates_check(uncertified: Sequence[str], reached: int, seconds: float) -> Check:
-    """`seconds`: until the certificate set here expires."""
+def _certificates_check(uncertified: Sequence[str], reached: int, tls: "Tls") -> Check:
+    """`tls`: with the certificate that is set here."""
+    seconds, authority_seconds = tls.expires - time.time(), tls.authority_expires - time.time()
+    if not uncertified and authority_seconds < EXPIRES_SOON_SECONDS:
+        return warn(
+            "tls",
+            f"the authority's certificate expires in {age_text(authority_seconds)}, and with it "
+            "all that it signed",
+            "make a new authority, and add its certificate to the authority file of all nodes, "
+            "then replace their own: docs/operations.md, 'Rotating certificates'",
+        )
     if not uncertified and seconds < EXPIRES_SOON_SECONDS:
         return warn(
             "tls",

@@ -58,7 +58,7 @@ def _variable_checks(config: "BufferConfig") -> Iterator[Check]:
 
 
 def _directory_check(config: "BufferConfig", path: Path) -> Check:
-    directory = config.runtime_directory()
+    directory = config.runtime_directory(make=False)
     # The longest path of a socket in the directory.
     longest = max(len(os.fsencode(path)), len(os.fsencode(directory / "valkey" / "server.sock")))
     if longest > SOCKET_PATH_BYTES_MAX:
@@ -68,6 +68,8 @@ def _directory_check(config: "BufferConfig", path: Path) -> Check:
             f"{SOCKET_PATH_BYTES_MAX}",
             "choose a shorter --directory",
         )
+    if not directory.exists():
+        return ok("directory", f"{directory}, which the node makes when it starts")
     return ok("directory", f"{directory}, mode 0700")
 
 

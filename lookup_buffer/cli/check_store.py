@@ -135,9 +135,9 @@ def _usable_store_checks(config: "BufferConfig", store: BlockingStore) -> Iterat
             return
     if inspection is None:
         return
-    rights = rights_check(inspection)
+    rights = rights_check(inspection, read_only=config.read_only)
     yield rights
-    if info is not None and rights.verdict is Verdict.OK:
+    if info is not None and rights.verdict is not Verdict.FAIL:
         yield policy_check(info)
         yield memory_check(info)
         yield _latency_check(config, store)
@@ -182,9 +182,15 @@ def version_tuple(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def rights_check(inspection: "BlockingInspection") -> Check:
-    """Whether the server allows all commands that a node needs."""
-    refused = inspection.refused()
+def rights_check(inspection: "BlockingInspection", *, read_only: bool) -> Check:
+    """Whether the server allows all commands that a node needs; and one that only reads no more."""
+    refused = inspection.refused(read_only=read_only)
+    if refused is None and read_only and inspection.refused() is None:
+        return warn(
+            "store rights",
+            "'read_only' is set, and the user may write, too",
+            "give it the user for nodes that only read in docs/redis-keys.md",
+        )
     if refused is None:
         return ok("store rights", "every command that a node needs is allowed")
     advice = "give the user the rights in docs/redis-keys.md: ACL SETUSER ... ~lb:* ..."

@@ -96,6 +96,11 @@ if TYPE_CHECKING:
     help="Certificates in PEM of the authorities of all nodes.",
 )
 @click.option(
+    "--read-only/--no-read-only",
+    default=None,
+    help="Store, take and claim nothing, and write nothing to the store.",
+)
+@click.option(
     "--http-listen", metavar="ADDRESS", help="http://host:port for /metrics and /healthz."
 )
 @click.option(

@@ -162,6 +162,7 @@ class LookupBuffer:
             BufferFull: no room; every remaining item is pinned, being written, or a hand-off.
             NodeUnavailable: the node did not answer in time, or another node that may hold this
                 hand-off did not answer within `timeout`.
+            ReadOnly: the node only reads.
             ConfigError: `ttl_seconds` is not a valid time.
         """
         inserted = Batch(self._session, ttl_seconds, timeout).insert_one(key, tensor)
@@ -273,6 +274,7 @@ class LookupBuffer:
             BufferFull: it is on another host, and this host has no room for a copy.
             CodecError: `out` does not fit; the hand-off stays where it was.
             NodeUnavailable: the node did not answer; the hand-off may be lost with it.
+            ReadOnly: the node only reads.
         """
         if key.is_shared:
             raise InvalidKey(
@@ -425,6 +427,11 @@ class LookupBuffer:
         While another client holds the claim, wait up to `timeout` seconds for the key to appear or
         for the claim to be free. Inserting the key, or closing this client, gives the claim back.
         If the store is down, the claim is granted: a fault costs at most a second production.
+
+        Raises:
+            NodeUnavailable: the node did not answer in time.
+            ReadOnly: the node only reads. `claim_all` then settles as FAILED.
+            ConfigError: `lease_seconds` is not a valid time.
         """
         lease, wait = checked_seconds("lease_seconds", lease_seconds), clamped_seconds(timeout)
         request = Claim(next_request_id(), self.namespace, key.text, lease, state.value, wait)

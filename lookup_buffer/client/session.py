@@ -34,13 +34,13 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Join, Request, Stage, Stats
+from lookup_buffer.protocol.sockets import unmapped_user
 from lookup_buffer.runtime import node_socket
 from lookup_buffer.shm.memory import Staging
 from lookup_buffer.times import CALL_SECONDS, TRANSFER_NEWS_SECONDS
 
 READ_BYTES = 256 << 10
 DESCRIPTORS_MAX = 4
-HEADER_MAX_BYTES = 4 << 20
 STAGING_BYTES_MIN = 1 << 20
 FULL_SECONDS = 0.05
 """How long in total a full socket may delay a one-way request; after that the session ends."""
@@ -350,7 +350,7 @@ class NodeConnection:
             NodeRefused: the process there runs as a user that is not trusted.
         """
         self._path = path
-        self._decoder = FrameDecoder(max_header_bytes=HEADER_MAX_BYTES, max_payload_bytes=0)
+        self._decoder = FrameDecoder()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(timeout)
         self._staging: Staging | None = None
@@ -367,6 +367,7 @@ class NodeConnection:
                 f"the process that listens at {path} runs as user {uid}, this one as user "
                 f"{os.getuid()}: run the node as the same user or as root, or set 'node_uid' to "
                 f"{uid} if that one may see and choose all that this one inserts and reads"
+                f"{unmapped_user(uid)}"
             )
 
     def call(self, request: Request, timeout: float) -> dict[str, Any]:

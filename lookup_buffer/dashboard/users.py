@@ -1,30 +1,35 @@
 """Whose a connection to the dashboard is, so that no local user takes the places of all others.
 
 Any process of this host can connect to a loopback address. The kernel lists the user of each of its
-sockets in /proc/net.
+sockets in /proc/net. On a host with many sockets it writes that list for long, so it is read on a
+thread, which ends with it.
 """
 
+import asyncio
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from starlette.types import Scope
 
 
-def user_of(scope: Scope) -> str:
+async def user_of(scope: Scope) -> str:
     """The user of the process that connected, if it is one of this host, else its address."""
     client, server = scope.get("client"), scope.get("server")
     if not client or not server or server[1] is None:
         return "unknown"
     table = Path("/proc/net/tcp6" if ":" in client[0] else "/proc/net/tcp")
+    thread = ThreadPoolExecutor(1)
     try:
         ends = f" {_listed(*client)} {_listed(*server)} "
-        for line in table.read_text().splitlines():
-            if ends in line:
-                return f"user {line.split()[7]}"
+        reading = asyncio.get_running_loop().run_in_executor(thread, table.read_text)
+        _, found, rest = (await reading).partition(ends)
     except OSError:  # /proc is not mounted, or the address has a zone
-        pass
-    return str(client[0])
+        found = rest = ""
+    finally:
+        thread.shutdown(wait=False)
+    return f"user {rest.split(maxsplit=5)[4]}" if found else str(client[0])
 
 
 def _listed(host: str, port: int) -> str:

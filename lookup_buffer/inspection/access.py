@@ -63,8 +63,9 @@ def opened_store(
             f"{error.filename}: {error.strerror}; choose another --directory", ExitCode.USAGE
         ) from error
     if access.url == EMBEDDED and not is_listening(_socket_of(url)):
+        directory = runtime_directory(access.directory, make=False)
         raise CommandError(
-            f"no embedded server runs in {runtime_directory(access.directory)}: start a node by "
+            f"no embedded server runs in {directory}: start a node by "
             "`lookup-buffer serve`, or name a server by --store-url or LOOKUP_BUFFER_STORE_URL",
             ExitCode.UNREACHABLE,
         )

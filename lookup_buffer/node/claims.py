@@ -338,6 +338,8 @@ class Claims:
     reads: Reads
     registrar: Registrar
     counters: Counters
+    read_only: bool = False
+    """Whether no claim is taken, see `messages.CHANGES`."""
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     _sessions: defaultdict[Session, _Turns] = field(default_factory=lambda: defaultdict(_Turns))
 
@@ -383,7 +385,7 @@ class Claims:
     def claim_all(self, session: Session, request: ClaimAll, tell: Tell) -> None:
         """Take the claims of `request`; `tell` gets the events that `ClaimAll` describes."""
         turns = self._sessions[session]
-        if len(turns.sets) >= WAITING_MAX or request.id in turns.sets:
+        if self.read_only or len(turns.sets) >= WAITING_MAX or request.id in turns.sets:
             tell(_event(Answer(ClaimOutcome.FAILED)))
             return
         task = self._start(session, self._claim_all, request, tell)

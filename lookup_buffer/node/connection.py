@@ -23,12 +23,11 @@ from typing import Any, TypeVar
 
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.node.closer import RECEIVED_MAX, Closer
-from lookup_buffer.protocol.framing import FrameDecoder, Macs, encode_frame
+from lookup_buffer.protocol.framing import MAX_HEADER_BYTES, FrameDecoder, Macs, encode_frame
 from lookup_buffer.protocol.messages import Request
 from lookup_buffer.times import TRANSFER_TOLD_SECONDS
 
 READ_BYTES = 64 << 10
-HEADER_MAX_BYTES = 4 << 20
 OUTPUT_MAX_BYTES = 16 << 20
 HELLO_BYTES_MAX = 16 << 10
 """Of a header from a client that has no session yet: to decode one takes 3 ms at most."""
@@ -111,7 +110,7 @@ class Connection:
         self._sends = macs.sends if macs else None
         self._closer = closer
         self._decoder = FrameDecoder(
-            HEADER_MAX_BYTES if closer is None else HELLO_BYTES_MAX,
+            MAX_HEADER_BYTES if closer is None else HELLO_BYTES_MAX,
             mac=macs.receives if macs else None,
         )
         self._output = bytearray()
@@ -197,7 +196,7 @@ class Connection:
 
     def allow_large_headers(self) -> None:
         """The remote end has a session."""
-        self._decoder.max_header_bytes = HEADER_MAX_BYTES
+        self._decoder.max_header_bytes = MAX_HEADER_BYTES
 
     def take_descriptor(self) -> int:
         """The next descriptor that the client sent. The caller keeps it, or discards it.

@@ -16,9 +16,9 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from lookup_buffer.config import BufferConfig, parse_http
+from lookup_buffer.config import TLS_FILES, BufferConfig, parse_http
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.runtime import to_json
 
@@ -37,6 +37,8 @@ _PROGRAM: Final = (
     f"import sys; sys.path.insert(0, {str(_PACKAGES)!r}); "
     "from lookup_buffer.dashboard.main import main; main()"
 )
+_OF_NODES: Final = frozenset(("token", "token_file", "listen", "advertise", *TLS_FILES))
+"""Settings that only connections between nodes need: the process is not told them."""
 _log = logging.getLogger(__name__)
 
 
@@ -69,7 +71,7 @@ class HttpProcess:
             "node_pid": os.getpid(),
             "socket_path": str(socket_path),
             "listener": self._listener.fileno(),
-            "settings": json.loads(to_json(config)),
+            "settings": _told(config),
         }
         pause_seconds = AGAIN_SECONDS
         try:
@@ -109,6 +111,12 @@ class HttpProcess:
             process.wait()
             with suppress(BrokenPipeError):
                 process.stdin.close()
+
+
+def _told(config: BufferConfig) -> dict[str, Any]:
+    """The settings of the dashboard's process, its secrets included."""
+    settings = json.loads(to_json(config))
+    return {name: value for name, value in settings.items() if name not in _OF_NODES}
 
 
 def _bound(address: tuple[str, int], family: socket.AddressFamily) -> socket.socket:

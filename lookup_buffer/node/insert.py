@@ -127,8 +127,11 @@ class Inserts:
         """Use the area whose descriptor the client has sent for its next inserts.
 
         Raises:
-            ProtocolError: it sent none, or one of no such area.
+            ProtocolError: it sent none, or one of no such area; or an insert of the connection is
+                not answered, which would lose its bytes.
         """
+        if connection in self._inserting:
+            raise ProtocolError("the staging area cannot change while an insert is in flight")
         descriptor = connection.take_descriptor()
         try:
             self.stagings.open(connection, descriptor)

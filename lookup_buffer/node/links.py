@@ -46,6 +46,7 @@ from lookup_buffer.protocol.tls import (
     TlsSocket,
     check_names,
     explained,
+    is_reader,
     name_refusal,
 )
 from lookup_buffer.times import PEER_CONNECT_SECONDS, PEER_PROGRESS_SECONDS
@@ -63,6 +64,7 @@ THREADS_IDLE_SECONDS: Final = 60.0
 _READ_BYTES: Final = 64 << 10
 """More than a TLS record: nothing stays in OpenSSL, where no selector sees it."""
 _PLAIN_REFUSED: Final = "it takes connections by TLS only: give both nodes tls:// addresses"
+_OF_READER: Final = "the certificate is of a node that only reads, and this connection is for {}"
 AGAIN_SECONDS: Final = 0.05
 AGAIN_SECONDS_MAX: Final = 0.4
 AGAIN_PART_MIN: Final = 0.25
@@ -156,8 +158,8 @@ async def dial(
     for tensors: a request for one names its boot.
 
     Raises:
-        NodeRefused: another node is there, or one with another token or version, or without TLS if
-            this node has it, or with TLS if this node has not.
+        NodeRefused: another node is there, or one with another token or version, or one that only
+            reads, or one without TLS if this node has it, or with TLS if this node has not.
         PipeError, ProtocolError: it is not reached in time, or does not speak this protocol.
         ValueError: the endpoint is no address.
     """
@@ -170,7 +172,10 @@ async def dial(
     async with _translated(f"no connection to {endpoint} in time", PEER_CONNECT_SECONDS):
         stream = await _connected(loop, host, port)
         if tls is not None:
-            stream = await _dialled_by_tls(loop, stream, tls, location.node)
+            stream = secured = await _dialled_by_tls(loop, stream, tls, location.node)
+            if role != REACHABILITY and is_reader(secured):
+                secured.close()
+                raise TlsRefused(_OF_READER.format(role))
         agreement = await _agree(loop, stream, client_dialogue(token, purpose))
     return Link(stream, purpose, agreement.macs, agreement.version)
 
@@ -191,7 +196,7 @@ async def greet(
 
     Raises:
         NodeRefused: another token or version, or it is for another node, or its certificate does
-            not count here, or is not of the node that it says it is.
+            not count here, or is not of the node that it says it is, or of one that only reads.
         PipeError, ProtocolError: it is too slow, has gone, or does not speak this protocol.
     """
     async with _translated("no handshake in time", HANDSHAKE_SECONDS):
@@ -402,5 +407,14 @@ async def _shake_hands(loop: asyncio.AbstractEventLoop, secured: TlsSocket) -> N
 
 
 def _of_certified(secured: TlsSocket, accepts: Accepts) -> Accepts:
-    """`accepts`, for the node that the certificate of the client names."""
-    return lambda purpose: name_refusal(secured, purpose.client) or accepts(purpose)
+    """`accepts`, for the node that the certificate of the client names. One that only reads gets
+    tensors; it takes no hand-off."""
+
+    def accepts_certified(purpose: Purpose) -> str:
+        if refusal := name_refusal(secured, purpose.client):
+            return refusal
+        if purpose.role == HANDOFFS and is_reader(secured):
+            return _OF_READER.format(purpose.role)
+        return accepts(purpose)
+
+    return accepts_certified

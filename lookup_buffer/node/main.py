@@ -35,6 +35,7 @@ many and not drawn, nor is `connection` to other nodes.
       main ─► membership, locate, takes, peers      ticks, 4 times a second
 
       registrar ─► membership ─► store              heartbeats, and who is alive
+               ├─► invalidations ─► arena           namespaces whose items are dropped
                ├─► store                            records, statistics
                ├─► announcements                    the store's replies on hand-offs
                └─► devices                          other nodes' device pools
@@ -210,7 +211,7 @@ class Node:
         self._registrar = Registrar(
             loop, self._storage, arena, directory, identity, counters, config.record_ttl_seconds,
             held_claims, self._pools,
-            lambda reports: self._announcements.handle_reports(reports),
+            lambda reports: self._announcements.handle_reports(reports), config.read_only,
         )  # fmt: skip
         self._owners = Owners(loop, directory, credentials)
         self._announcements = Announcements(
@@ -223,7 +224,7 @@ class Node:
         self._arbiter = Arbiter(loop, self._locator, arena)
         claims = Claims(
             loop, held_claims, self._arbiter, identity, arena, waiting, reads, self._registrar,
-            counters,
+            counters, config.read_only,
         )  # fmt: skip
         self._inserts = Inserts(
             loop, arena, counters, waiting, handoffs, claims, self._announcements, reads
@@ -236,6 +237,7 @@ class Node:
         self._server = Server(
             loop, identity, arena, self._remote_index, reads, self._inserts, takes, claims, lanes,
             self._registrar, self._reachability, counters, config.expectations(),
+            config.read_only,
         )  # fmt: skip
 
     @property
@@ -375,7 +377,8 @@ def serve(config: BufferConfig, *, ends_when_idle: bool) -> int:
 def _credentials(config: BufferConfig) -> Credentials:
     """Raises ConfigError: a file of TLS or of the token cannot be used."""
     files, node = config.tls_files(), config.node_id
-    return Credentials(config.read_peer_token(), Tls(files, node) if files and node else None)
+    tls = Tls(files, node, read_only=config.read_only) if files and node else None
+    return Credentials(config.read_peer_token(), tls)
 
 
 def _allow_descriptors() -> None:

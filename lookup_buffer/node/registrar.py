@@ -13,9 +13,7 @@ one timeout, is logged, and pauses; the others continue. A beat is delayed by at
 those that did not run come first after the next beat. A change whose server was not reached is
 held; some of those are tried again with each beat.
 
-`Invalidations` drops this node's items of namespaces that the store lists as invalidated. Items
-that are here when it reads the list are removed; later inserts stay. For LATE_SECONDS copies from
-other nodes are removed, too, since those nodes may read the list later.
+In a node that only reads it writes nothing: it reads the membership and the invalidations.
 """
 
 import asyncio
@@ -36,9 +34,10 @@ from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.node.devices import Pools, Sightings
 from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, Change, DirtySet
+from lookup_buffer.node.invalidations import Invalidations
 from lookup_buffer.node.membership import Directory, Heartbeat, Identity
 from lookup_buffer.node.storage import Breaker, FailureLog, PeriodicTasks, Storage
-from lookup_buffer.times import HANDOFF_GONE_SECONDS, Clock
+from lookup_buffer.times import HANDOFF_GONE_SECONDS
 from store import (
     GONE_SECONDS,
     Failure,
@@ -69,10 +68,6 @@ DESCRIBE_SECONDS = 0.5
 """Bound on what descriptions of namespaces add to one beat."""
 EXPIRED_MAX = 8
 """Dead nodes that are removed with one beat: every node does it, so a few are enough."""
-LATE_SECONDS = 10.0
-"""Every node with access to the store reads the list within two seconds."""
-PAGE: Final = 200
-"""So many items or changes are dealt with in one iteration of the loop: at most 6 ms measured."""
 VOID_MAX: Final = 64
 """Locations of dead nodes that are withdrawn with one beat."""
 MISSED_MAX: Final = 64
@@ -92,52 +87,6 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Invalidations:
-    arena: Arena
-    clock: Clock
-    wall_clock: Clock = time.time
-    _listed: dict[str, float] | None = None
-    """None until the list was read for the first time."""
-    _recent: dict[str, float] = field(default_factory=dict)
-    """By namespace: until when copies from other nodes are removed."""
-    _started_at: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._started_at = self.wall_clock()
-
-    async def apply(self, store: MetadataStore) -> None:
-        """Read the list and remove what it names.
-
-        Raises:
-            StoreError: the store did not answer.
-        """
-        found, now = await store.invalidations(), self.clock()
-        for namespace, at in found.items():
-            if self._is_news(namespace, at):
-                _log.info(
-                    "namespace %s was invalidated: its items on this node are removed", namespace
-                )
-                await self._remove(self.arena.items_of(namespace))
-                self._recent[namespace] = now + LATE_SECONDS
-        self._listed = found
-        for namespace, until in list(self._recent.items()):
-            await self._remove(self.arena.items_of(namespace, fetched_only=True))
-            if now >= until:
-                del self._recent[namespace]
-
-    async def _remove(self, items: Sequence[Item]) -> None:
-        for start in range(0, len(items), PAGE):
-            for item in items[start : start + PAGE]:
-                self.arena.remove(item, GoneReason.INVALIDATED)
-            await asyncio.sleep(0)
-
-    def _is_news(self, namespace: str, at: float) -> bool:
-        if self._listed is None:  # older invalidations are of no concern: this node had no items
-            return at >= self._started_at
-        return self._listed.get(namespace) != at
 
 
 @dataclass(slots=True)
@@ -188,6 +137,8 @@ class Registrar:
     pools: Pools
     report: Callable[[Sequence[Report]], None]
     """Called with the store's results for hand-offs."""
+    read_only: bool = False
+    """Whether this node writes nothing to the store."""
     store_up: bool = False
     """Whether the last attempt succeeded."""
     fault: ConfigError | None = None
@@ -253,7 +204,7 @@ class Registrar:
         """The item at `address` appeared (reason "") or was removed (why), see `Change`."""
         if reason in REMOVAL_REASONS:
             self.counters.add(reason)
-        if self.dirty.add(Change(address, reason, claim_token, void)):
+        if not self.read_only and self.dirty.add(Change(address, reason, claim_token, void)):
             self._wake.set()
 
     def missed(self, address: QualifiedKey) -> None:
@@ -313,7 +264,10 @@ class Registrar:
             self._failures.log("the metadata writer failed and continues", error)
         elif not self._is_closing:
             self._failures.log(
-                f"node {self.identity.node} failed to write to the store; retried, and "
+                f"node {self.identity.node} failed to read the store; retried, and it finds "
+                "nothing of other nodes until it succeeds"
+                if self.read_only
+                else f"node {self.identity.node} failed to write to the store; retried, and "
                 "other nodes do not find new items until it succeeds",
                 error,
             )
@@ -483,6 +437,11 @@ class Registrar:
 
     async def _beat(self, store: MetadataStore, began: float) -> None:
         self.arena.remove_expired()
+        if self.read_only:
+            await self.directory.refresh(store)
+            await self._invalidations.apply(store)
+            self.counters.take_unflushed()  # which only `/metrics` shows
+            return
         was_established = self.heartbeat.established
         if await self.heartbeat.beat(store):
             self._walk_pause_seconds = 0.0  # all is written again, also if this beat fails below

@@ -6,6 +6,7 @@ builds and starts it.
 """
 
 import asyncio
+import logging
 import os
 import socket
 import stat
@@ -23,6 +24,7 @@ from lookup_buffer.errors import (
     MissReason,
     NodeRefused,
     ProtocolError,
+    ReadOnly,
 )
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims
@@ -38,6 +40,7 @@ from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.takes import Taken, Takes
 from lookup_buffer.protocol.messages import (
+    CHANGES,
     VERSION,
     Acknowledge,
     Claim,
@@ -72,6 +75,7 @@ from lookup_buffer.protocol.messages import (
     hello_of_another_version,
     parse,
 )
+from lookup_buffer.protocol.sockets import unmapped_user
 from lookup_buffer.shm.index import RemoteIndex
 from lookup_buffer.times import QUARANTINE_SECONDS
 
@@ -80,8 +84,11 @@ HELLO_SECONDS = 5.0
 """A connection that has no session after this time is closed."""
 CLOSE_SECONDS = 2.0
 """For sessions at shutdown: their requests have only to notice that they are cancelled."""
+STRANGERS_MAX = 16
+"""Of so many users it is logged that they were refused."""
 TRY_AGAIN_SECONDS = 0.05
 """Pause before the next accept, if the process has no free descriptor."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -100,6 +107,8 @@ class Server:
     counters: Counters
     expects: Mapping[str, str | int]
     """The settings that a client's configuration must share with this node; see `Hello.expects`."""
+    read_only: bool = False
+    """Whether CHANGES are refused."""
     closer: Closer = field(default_factory=Closer)
     idle_since: float = field(default_factory=time.monotonic)
     _prefetches: Prefetches = field(init=False)
@@ -113,6 +122,8 @@ class Server:
     _probes: set[Connection] = field(default_factory=set)
     """Those that asked for `Metrics` without a session."""
     _serving: Tasks = field(default_factory=Tasks)
+    _strangers: set[int] = field(default_factory=set)
+    """Users whose processes were refused."""
     _listener: socket.socket | None = None
     _socket_file: tuple[int, int] | None = None
     """Device and inode of the file of the listening socket."""
@@ -216,8 +227,19 @@ class Server:
         self._of[connection] = None
         if connection.uid not in (os.getuid(), 0):
             connection.end(None)
+            self._report_stranger(connection.uid)
             return
         self.loop.call_later(HELLO_SECONDS, self._expect_hello, connection)
+
+    def _report_stranger(self, uid: int) -> None:
+        """Once for each user, since the client is told nothing."""
+        if uid in self._strangers or len(self._strangers) >= STRANGERS_MAX:
+            return
+        self._strangers.add(uid)
+        _log.warning(
+            "a process of user %d was refused: this node, of user %d, serves its own user and "
+            "root%s", uid, os.getuid(), unmapped_user(uid),
+        )  # fmt: skip
 
     def _expect_hello(self, connection: Connection) -> None:
         if connection in self._of and self._of[connection] is None:
@@ -274,6 +296,11 @@ class Server:
                 raise ProtocolError(f"{request.op} out of turn")
 
     def _handle(self, connection: Connection, session: Session, request: Request) -> Answer:
+        if self.read_only and isinstance(request, CHANGES):
+            raise ReadOnly(
+                f"node {self.identity.node} only reads (setting 'read_only'): it refuses "
+                f"{request.op}"
+            )
         handler = self._handlers.get(type(request))
         if handler is not None:
             return handler(session, request)
@@ -375,7 +402,7 @@ class Server:
         """Why the node is unhealthy, as `/healthz` shows it; "" if it is healthy."""
         if not self.registrar.store_up:
             return "the store is not reached: only what this host holds is found"
-        if not self.registrar.heartbeat.established:
+        if not self.read_only and not self.registrar.heartbeat.established:
             return "the node has not joined its fleet yet: another node may be running with its id"
         return ""
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.protocol.fields import CHECKS, REPLY_CHECKS, is_count
 
-VERSION: Final = 11
+VERSION: Final = 12
 
 
 class InsertOutcome(Enum):
@@ -115,8 +115,8 @@ class Hello(Request):
 
     `seat` is [engine id, rank or None for the scheduler, world size, whether each tensor read saves
     it an encode, its device], or None for a client outside an engine. `expects` holds the values
-    that must be equal in the configurations of client and node (capacity and store). A node with
-    other values refuses the session; its error names both.
+    that must be equal in the configurations of client and node (capacity, store, and whether they
+    only read). A node with other values refuses the session; its error names both.
     """
 
     op = "hello"
@@ -135,7 +135,8 @@ class Join(Request):
 
 @dataclass(frozen=True, slots=True)
 class Stage(Request):
-    """Set the staging area of this connection; its descriptor is sent with the frame. → nothing."""
+    """Set the staging area of this connection; its descriptor is sent with the frame. Not while an
+    `Insert` of the connection is not answered. → nothing."""
 
     op = "stage"
 
@@ -558,6 +559,9 @@ def error_fields(error: Exception) -> dict[str, Any]:
     return {"error": type(error).__name__, "message": str(error)}
 
 
+CHANGES: Final = (Insert, Take, Claim, Encoding, OpenPool, Prepare, Offer)
+"""The requests that change what others find. A node that only reads refuses them, and answers a
+`ClaimAll` by refused."""
 _ABSENT = object()
 _KINDS: Final[Mapping[str, type[Request]]] = {
     kind.op: kind

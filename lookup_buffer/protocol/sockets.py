@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Final
 
@@ -160,6 +161,21 @@ class KernelTimeout:
         microseconds = max(1, int((self._set_seconds - seconds) * 1e6))
         value = _TIMEVAL.pack(seconds, microseconds)
         self._socket.setsockopt(socket.SOL_SOCKET, self._option, value)
+
+
+def unmapped_user(uid: int) -> str:
+    """What to add to a message that names the user of a process; empty unless it is the one that
+    stands for all users whom this process's user namespace does not map."""
+    try:
+        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        overflow = 65534
+    if uid != overflow:
+        return ""
+    return (
+        f" ({uid} also stands for every user whom a container's user namespace does not map: then "
+        "run node and clients in one namespace, or map that user, and never set it as 'node_uid')"
+    )
 
 
 def connected_socket(host: str, port: int, deadline: float) -> socket.socket:

@@ -1,9 +1,10 @@
 """Mutual TLS between nodes: contexts from files that may change, and sockets for two threads.
 
 `Tls` has what a node proves itself with, and by whom others must be certified: for the files of
-`BufferConfig`. A certificate names its node, so a certified node can pose as no other. TLS 1.3
-only. `TlsSocket` takes the place of a plain socket in all code above. Contexts are used on the
-loop's thread; for those of sockets see there.
+`BufferConfig`. A certificate names its node, so a certified node can pose as no other. One with the
+name READER, too, is that of a node that only reads. TLS 1.3 only. `TlsSocket` takes the place of a
+plain socket in all code above. Contexts are used on the loop's thread; for those of sockets see
+there.
 """
 
 import errno
@@ -30,6 +31,8 @@ _SETTINGS: Final = dict(
 )
 _TIMEVAL: Final = struct.Struct("@ll")
 _NAMES: Final = ("DNS", "URI")
+READER: Final = "lookup-buffer:reader"
+"""A URI name in the certificate of a node that only reads. No node has such an id."""
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -166,23 +169,36 @@ class _Contexts(NamedTuple):
     accepts: ssl.SSLContext
     expires: float = 0.0
     """When this node's certificate does, in seconds of the epoch."""
+    authority_expires: float = 0.0
+    """The same of the authority that signed it; the first of all, if that is not in the file of
+    authorities."""
 
 
 class Tls:
     """TLS with other nodes, as the node `node`. The files are read again when one has changed; if
     they do not fit together then, a warning is logged and those before stay in use."""
 
-    def __init__(self, files: TlsFiles, node: str) -> None:
-        """Raises ConfigError: a file cannot be used. The message names its setting and says why."""
+    def __init__(self, files: TlsFiles, node: str, *, read_only: bool = False) -> None:
+        """`read_only`: whether the certificate has to be that of a node that only reads.
+
+        Raises:
+            ConfigError: a file cannot be used. The message names its setting and says why.
+        """
         self.node = node
         self._files = files
+        self._read_only = read_only
         self._stamps = self._read_stamps()
-        self._contexts = _contexts(files, node)
+        self._contexts = _contexts(files, node, read_only=read_only)
 
     @property
     def expires(self) -> float:
         """When this node's certificate does, in seconds of the epoch."""
         return self._contexts.expires
+
+    @property
+    def authority_expires(self) -> float:
+        """When its authority's certificate does; all certificates that it signed end with it."""
+        return self._contexts.authority_expires
 
     def dialled(self, stream: socket.socket) -> TlsSocket:
         """`stream`, newly connected, for TLS; its handshake follows. It is closed on any error."""
@@ -217,7 +233,7 @@ class Tls:
         if stamps != self._stamps:
             self._stamps = stamps
             try:
-                self._contexts = _contexts(self._files, self.node)
+                self._contexts = _contexts(self._files, self.node, read_only=self._read_only)
             except ConfigError as error:
                 _log.warning("changed files are not used until they change again: %s", error)
             else:
@@ -248,6 +264,11 @@ def name_refusal(stream: TlsSocket, node: str) -> str:
     return "" if node in names else f"the certificate is of {_listed(names)}, not of {node}"
 
 
+def is_reader(stream: TlsSocket) -> bool:
+    """Whether the certificate of the other end is that of a node that only reads."""
+    return READER in _names(stream.getpeercert())
+
+
 def explained(error: ssl.SSLError) -> str:
     """Why TLS with the other end failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -271,7 +292,7 @@ def _wrapped(stream: socket.socket, context: ssl.SSLContext, *, server_side: boo
     return secured
 
 
-def _contexts(files: TlsFiles, node: str) -> _Contexts:
+def _contexts(files: TlsFiles, node: str, *, read_only: bool) -> _Contexts:
     """Raises ConfigError."""
     options = {
         "ssl_certfile": str(files.certificate),
@@ -292,19 +313,30 @@ def _contexts(files: TlsFiles, node: str) -> _Contexts:
         raise ConfigError(f"the files of TLS changed while they were read: {error}") from error
     accepts.verify_mode = ssl.CERT_REQUIRED
     accepts.num_tickets = 0  # a ticket would look like an answer that nobody requested
+    dials.keylog_filename = None  # type: ignore[assignment]  # SSLKEYLOGFILE would get all keys
     for context in (dials, accepts):
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.sslsocket_class = TlsSocket
-    own = _checked_own(_Contexts(dials, accepts), files, node)
-    return _Contexts(dials, accepts, ssl.cert_time_to_seconds(own["notAfter"]))
+    own = _checked_own(_Contexts(dials, accepts), files, node, read_only=read_only)
+    expires = ssl.cert_time_to_seconds(own["notAfter"])
+    return _Contexts(dials, accepts, expires, _authority_expires(dials, own))
 
 
-def _checked_own(contexts: _Contexts, files: TlsFiles, node: str) -> dict[str, Any]:
+def _authority_expires(dials: ssl.SSLContext, own: dict[str, Any]) -> float:
+    known = dials.get_ca_certs()
+    signers = [one for one in known if one["subject"] == own["issuer"]] or known
+    return min(ssl.cert_time_to_seconds(str(one["notAfter"])) for one in signers)
+
+
+def _checked_own(
+    contexts: _Contexts, files: TlsFiles, node: str, *, read_only: bool
+) -> dict[str, Any]:
     """This node's certificate, as `getpeercert` returns it. Its two ends meet in memory: what they
     refuse, other nodes refuse as well.
 
     Raises:
-        ConfigError: the certificate is not of the authority, not valid now, or not of this node.
+        ConfigError: the certificate is not of the authority, not valid now, or not of this node,
+            or it is that of a reader and this node is none, or the reverse.
     """
     to_dialling, to_accepting = ssl.MemoryBIO(), ssl.MemoryBIO()
     dialling = contexts.dials.wrap_bio(to_dialling, to_accepting)
@@ -328,6 +360,13 @@ def _checked_own(contexts: _Contexts, files: TlsFiles, node: str) -> dict[str, A
             f"{setting}, which is of {_listed(names)}; allowed: one with the DNS or URI name "
             f"{node!r}, the 'node_id'"
         )
+    if (READER in names) != read_only:
+        has, allowed = (
+            ("the", "set 'read_only'")
+            if READER in names
+            else ("no", "one with it, as 'read_only' is set")
+        )
+        raise ConfigError(f"{setting}, with {has} URI name {READER!r}; allowed: {allowed}")
     return certificate
 
 

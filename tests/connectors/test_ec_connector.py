@@ -105,6 +105,32 @@ def test_a_request_from_gate_to_metadata(
     assert buffer.is_closed
 
 
+def test_a_reader_loads_and_neither_claims_nor_stores(buffer: LedgerBuffer) -> None:
+    config = vllm_config(read_only=True, store_url="redis://h:6379")
+    reader = LookupBufferECConnector(config, ECConnectorRole.SCHEDULER)
+    buffer.stored["A"] = Stored()
+    request = make_request("r", "A", "B")
+    assert reader.ensure_cache_available(request, num_computed_tokens=0)
+    for index in (0, 1):
+        reader.update_state_after_alloc(request, index)
+    metadata = reader.build_connector_meta(step_output())
+    assert isinstance(metadata, ECConnectorMetadata)
+    assert [data.mm_hash for data in metadata.mm_datas] == ["A"]
+    assert metadata.saves == {}
+    assert {name for name, _, _ in buffer.calls}.isdisjoint({"claim_all", "prefetch_and_claim"})
+    assert buffer.fleet.encoding == []
+    worker = LookupBufferECConnector(config, ECConnectorRole.WORKER).worker
+    assert worker is not None
+    assert worker.saves is None
+    worker.close()
+
+
+def test_an_engine_that_only_stores_is_no_reader(buffer: LedgerBuffer) -> None:
+    config = vllm_config("ec_producer", read_only=True, store_url="redis://h:6379")
+    with pytest.raises(ConfigError, match="'read_only' is on, and this engine is an ec_producer"):
+        LookupBufferECConnector(config, ECConnectorRole.SCHEDULER)
+
+
 def test_an_item_that_does_not_name_the_adapter_that_encodes_it_is_not_shared(
     buffer: LedgerBuffer,
 ) -> None:

@@ -200,6 +200,17 @@ def test_the_shape_of_the_cache() -> None:
     assert not shape.stores_generated, "what was computed may be taken back"
 
 
+def test_a_reader_stores_nothing() -> None:
+    settings = parse_kv_settings({"read_only": True, "store_url": "redis://h:6379"})
+    shape = kv_shape(config(), cache(FullAttentionSpec), settings)
+    assert (shape.is_producer, shape.is_consumer) == (False, True)
+
+
+def test_a_reader_takes_no_hand_off() -> None:
+    with pytest.raises(ConfigError, match=r"'behind_router' is True.*allowed with it: False"):
+        parse_kv_settings({"read_only": True, "store_url": "redis://h:6379", "behind_router": True})
+
+
 def test_both_connectors_of_an_engine_have_separate_engine_ranks() -> None:
     assert engine_id(config()) == "id-kv"
 

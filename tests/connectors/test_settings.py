@@ -55,6 +55,11 @@ def test_sizes_as_people_write_them() -> None:
             {"store_password_file": "/no/such"},
             ["'store_password_file'", "/no/such", "cannot be read: No such file"],
         ),
+        ({"read_only": True}, ["'read_only'", "'embedded'", "'store_url'"]),
+        (
+            {"read_only": True, "store_url": "redis://h", "device_lane": "gloo"},
+            ["'read_only'", "'device_lane' is 'gloo'", "allowed with it: 'off'"],
+        ),
         ({"token": "s"}, ["'token'", "vLLM prints", "'token_file'"]),
         ({"store_password": "s"}, ["'store_password'", "vLLM prints", "'store_password_file'"]),
         ({"store_url": "redis://u:s@h"}, ["'store_url'", "vLLM prints", "'store_password_file'"]),

@@ -41,6 +41,22 @@ def test_a_second_call_renews_by_the_same_authority(tmp_path: Path) -> None:
         Tls(files_of(tmp_path, node), node)
 
 
+def test_readers_have_certificates_of_their_own(tmp_path: Path) -> None:
+    made = run("certificates", str(tmp_path), "reader-a", "--reader")
+    assert made.returncode == 0, made.stderr
+    assert "LOOKUP_BUFFER_READ_ONLY=true" in made.stdout
+    Tls(files_of(tmp_path, "reader-a"), "reader-a", read_only=True)
+    assert "READ_ONLY" not in run("certificates", str(tmp_path), "node-a").stdout
+
+
+def test_none_outlives_its_authority(tmp_path: Path) -> None:
+    refused = run("certificates", str(tmp_path), "node-a", "--days", "4000")
+    assert refused.returncode == 2
+    assert "sooner than in 4000 days; allowed: --days up to 36" in refused.stderr
+    assert not (tmp_path / "node-a.pem").exists()
+    assert run("certificates", str(tmp_path), "node-a", "--days", "3649").returncode == 0
+
+
 @pytest.mark.parametrize(
     ("node", "reason"),
     [

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from command_line import beating, boot_of, run_json
+from lookup_buffer import access
 from lookup_buffer.access import user_token
-from lookup_buffer.cli.check_store import clock_check
+from lookup_buffer.cli.check_host import host_checks
+from lookup_buffer.cli.check_store import clock_check, store_checks
+from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.protocol.acceptor import Acceptor, listening_socket
 from lookup_buffer.protocol.auth import accept_handshake
@@ -122,6 +125,30 @@ def test_tokens(
     if verdict != "ok":
         assert f"refused by n2 at tcp://127.0.0.1:{other} (" in checks["token"]["found"]
         assert "n1" not in checks["token"]["found"]
+
+
+def test_a_token_file_that_cannot_be_read(
+    store: BlockingStore, url: str, tmp_path: Path, port: int
+) -> None:
+    with a_node(store, "n1", f"tcp://127.0.0.1:{port}"):
+        arguments = ("doctor", "--store-url", url, "--directory", str(tmp_path / "d"))
+        settings = {"LOOKUP_BUFFER_TOKEN_FILE": str(tmp_path / "none")}
+        checks = {one["name"]: one for one in run_json(*arguments, code=1, **settings)["checks"]}
+    assert checks["token"]["verdict"] == "fail"
+    assert "'token_file'" in checks["token"]["found"]
+    assert checks["directory"]["verdict"] == "ok", "the checks go on"
+
+
+def test_it_makes_no_file(
+    store: BlockingStore, url: str, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "_default_directory", lambda: tmp_path / "of-the-user")
+    config = BufferConfig.of({"store_url": url, "directory": tmp_path / "d"})
+    with a_node(store, "n1", f"tcp://127.0.0.1:{port}"):
+        checks = {one.name: one for one in [*store_checks(config), *host_checks(config)]}
+    assert "none is set here" in checks["token"].found
+    assert "which the node makes" in checks["directory"].found
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_versions(store: BlockingStore, url: str, tmp_path: Path, port: int) -> None:

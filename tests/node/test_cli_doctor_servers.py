@@ -21,6 +21,7 @@ from servers import (
     command,
     flush,
     free_ports,
+    user_rule,
     valkey_executable,
 )
 from store import EmbeddedServer, ServerInfo, layout, open_store
@@ -82,6 +83,19 @@ def test_the_documented_user_may_do_all(tls_server: TlsServer, tmp_path: Path) -
     checks = examine(0, tls_server.url_of(password=""), tmp_path / "d", **secret)
     assert checks["store rights"]["verdict"] == "ok"
     assert PASSWORD not in str(checks)
+
+
+def test_the_documented_user_of_readers(tls_server: TlsServer, tmp_path: Path) -> None:
+    tls_server.admin("ACL", "SETUSER", "lookup-buffer-reader", "reset")
+    rule = user_rule(PASSWORD, "lookup-buffer-reader")
+    assert tls_server.admin("ACL", "SETUSER", "lookup-buffer-reader", *rule) == b"OK"
+    settings = {"LOOKUP_BUFFER_STORE_PASSWORD": PASSWORD, "LOOKUP_BUFFER_READ_ONLY": "true"}
+    url = tls_server.url_of(user="lookup-buffer-reader", password="")
+    checks = examine(0, url, tmp_path / "d", **settings)
+    assert checks["store rights"]["verdict"] == "ok"
+    checks = examine(0, tls_server.url_of(password=""), tmp_path / "d", **settings)
+    assert checks["store rights"]["verdict"] == "warn"
+    assert "the user may write, too" in checks["store rights"]["found"]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,18 @@ def guarded(module_nodes: StartNode) -> NodeProcess:
     return node
 
 
+def test_the_process_is_told_no_secret_of_nodes(tmp_path: Path) -> None:
+    config = BufferConfig.of(
+        {
+            "listen": "tcp://0.0.0.0:0", "advertise": "tcp://10.0.0.1:7000", "token": "t" * 16,
+            "http_listen": "http://0.0.0.0:0", "http_token": TOKEN, "directory": tmp_path,
+        }
+    )  # fmt: skip
+    told = node_http._told(config)
+    assert "t" * 16 not in str(told)
+    assert BufferConfig.of(told).read_http_token() == TOKEN
+
+
 @contextmanager
 def connected(node: NodeProcess) -> Iterator[socket.socket]:
     with socket.create_connection(address_of(node), timeout=ANSWER_SECONDS) as bare:

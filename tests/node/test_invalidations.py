@@ -15,7 +15,7 @@ from lookup_buffer.inspection.history import history_of
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.arena import Arena
-from lookup_buffer.node.registrar import LATE_SECONDS, PAGE, Invalidations
+from lookup_buffer.node.invalidations import LATE_SECONDS, PAGE, Invalidations
 from lookup_buffer.protocol.header import TensorHeader
 from memory_store import MemoryStore
 from nodes import StartNode, handoff, key, wait_until

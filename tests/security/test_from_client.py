@@ -18,7 +18,7 @@ import pytest
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.closer import CLOSERS_MAX
 from lookup_buffer.protocol import messages
-from lookup_buffer.protocol.framing import encode_frame
+from lookup_buffer.protocol.framing import MAX_HEADER_BYTES, encode_frame
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.shm.memory import SEALS, Staging
 from nodes import MIB, NodeProcess, StartNode, at_rest, key, tensor_of, wait_until
@@ -226,6 +226,18 @@ def test_what_idle_areas_keep_mapped_is_bounded(node: NodeProcess) -> None:
         wait_until(lambda: resident_bytes(node) - before < ARENA_BYTES + ARENA_BYTES // 2, 5.0)
 
 
+def test_an_area_does_not_change_under_an_insert(node: NodeProcess) -> None:
+    """The insert of a large area is answered later: it was dropped without an answer."""
+    first, second = (memfd(32 * MIB, filled_bytes=32 * MIB) for _ in range(2))
+    with raw(node) as client:
+        client.ask(messages.Stage(1), [first])
+        inserting = encode_frame(insert(16 * MIB).to_wire())
+        pass_on(client, inserting + encode_frame(messages.Stage(3).to_wire()), [second])
+        assert client.ended()
+    assert node.stats()["protocol_errors"] == 1
+    os.close(first)
+
+
 def test_the_control_of_the_staging_attacks(node: NodeProcess) -> None:
     """What a client does itself: an area of twice the size that it has filled so far."""
     with raw(node) as client:
@@ -251,6 +263,18 @@ def test_a_large_frame_before_hello_is_refused_at_its_start(node: NodeProcess) -
             assert client.ended(scaled(10.0))
         # Not for its silence, which is no error.
         assert node.stats().get("protocol_errors", 0) == number + 1
+
+
+def test_a_frame_that_no_client_sends_is_refused_at_its_start(node: NodeProcess) -> None:
+    """To check 4 MiB held the loop for 0.8 s; clients refuse to send more than 1 MiB."""
+    before = node.stats().get("protocol_errors", 0)
+    with raw(node) as client:
+        client.socket.sendall(struct.pack(">4sIQ", b"LB01", MAX_HEADER_BYTES + 1, 0))
+        assert client.ended(scaled(10.0))
+    assert node.stats()["protocol_errors"] == before + 1
+    with raw(node) as client:
+        client.socket.sendall(struct.pack(">4sIQ", b"LB01", MAX_HEADER_BYTES, 0))
+        assert not client.ended(0.5), "the control: it waits for the header"
 
 
 def test_a_session_may_send_large_frames(node: NodeProcess) -> None:

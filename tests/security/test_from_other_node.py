@@ -113,7 +113,7 @@ def test_another_user_may_be_allowed(path: Path) -> None:
         other.send(True)
         opening.join(scaled(20.0))
         assert hello["op"] == "hello"
-        assert hello["expects"].keys() == {"capacity_bytes", "store_url"}
+        assert hello["expects"].keys() == {"capacity_bytes", "store_url", "read_only"}
 
 
 def _open_in_vain(config: BufferConfig) -> None:

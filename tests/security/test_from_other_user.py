@@ -14,7 +14,7 @@ from lookup_buffer.dashboard.feed import WATCHERS_MAX
 from lookup_buffer.errors import ConfigError
 from nodes import NodeProcess, StartNode, wait_until
 from observing import Stream
-from other_user import OtherUser
+from other_user import NOBODY, OtherUser
 from servers import free_port
 
 
@@ -113,6 +113,26 @@ def test_a_node_replaces_a_socket_and_removes_only_its_own(shared: Path) -> None
         path.write_text("of great value")
         assert node.terminate() == 0
     assert path.read_text() == "of great value"
+
+
+CONNECT = """
+stream = socket.socket(socket.AF_UNIX)
+stream.connect(arguments[0])
+send(stream.recv(100))
+"""
+
+
+def test_who_was_refused_at_the_socket_is_in_the_log(shared: Path) -> None:
+    """Once; 65534 is what a node sees of all users whom its user namespace does not map."""
+    path = shared / "node.sock"
+    with node_at(path) as node:
+        node.start()
+        path.chmod(0o777)
+        for _ in range(2):
+            with OtherUser(CONNECT, str(path)) as other:
+                assert other.receive() == b""
+        assert node.log_text().count(f"a process of user {NOBODY} was refused: this node") == 1
+        assert "map that user, and never set it as 'node_uid'" in node.log_text()
 
 
 # -- the dashboard

@@ -6,6 +6,7 @@ import logging
 import shutil
 import socket
 import ssl
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from command_line import run, run_json
 from connectors.settings import parse_settings
+from lookup_buffer.cli.check_fleet import _certificates_check
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.config import TLS_FILES, BufferConfig, TlsFiles, parse_address
 from lookup_buffer.errors import ConfigError, LookupBufferError, MissingTensor, NodeRefused
@@ -140,6 +142,36 @@ def test_doctor_reaches_nodes_with_its_certificate(
     blank = dict.fromkeys((f"LOOKUP_BUFFER_{name.upper()}" for name in TLS_FILES), "")
     found = checks_of(a, code=0, LOOKUP_BUFFER_LISTEN="", **blank)
     assert found["tls"] == ["warn: all nodes use TLS; no certificate is set here"]
+
+
+def test_doctor_warns_of_an_authority_that_expires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its certificates may be valid for longer: they end with it."""
+    monkeypatch.setattr("lookup_buffer.cli.certificates.AUTHORITY_DAYS", 7)
+    tls = Files(tmp_path / "short").tls("node-a")
+    check = _certificates_check([], 2, tls)
+    assert check.verdict == "warn"
+    assert "the authority's certificate expires in 6 d" in check.found
+
+
+def test_the_keys_of_links_are_written_nowhere(
+    ours: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SSLKEYLOGFILE others who may write an environment get all keys, by default of Python."""
+    log = tmp_path / "keys"
+    monkeypatch.setenv("SSLKEYLOGFILE", str(log))
+    assert ssl.create_default_context().keylog_filename == str(log), "the control"
+    tls = ours.tls("node-a")
+    here, there = socket.socketpair()
+    dialled, accepted = tls.dialled(here), tls.accepted(there)
+    other = threading.Thread(target=accepted.shake_hands, args=(scaled(5.0),))
+    other.start()
+    dialled.shake_hands(scaled(5.0))
+    other.join()
+    dialled.close()
+    accepted.close()
+    assert "TRAFFIC_SECRET" not in log.read_text()
 
 
 def test_doctor_says_which_nodes_refuse_its_certificate(

@@ -19,13 +19,22 @@ class Files:
         self.folder = folder
         self._authority = Authority.of(folder)
 
-    def of(self, node: str, *, days: int = 30, now: datetime.datetime | None = None) -> TlsFiles:
+    def of(
+        self,
+        node: str,
+        *,
+        days: int = 30,
+        now: datetime.datetime | None = None,
+        reader: bool = False,
+    ) -> TlsFiles:
         """Valid from now on, or from `now`."""
-        certificate, private = self._authority.certify(node, self.folder, days * DAY, now)
+        certificate, private = self._authority.certify(
+            node, self.folder, days * DAY, now, reader=reader
+        )
         return TlsFiles(certificate, private, self.folder / "authority.pem")
 
-    def tls(self, node: str) -> Tls:
-        return Tls(self.of(node), node)
+    def tls(self, node: str, *, reader: bool = False) -> Tls:
+        return Tls(self.of(node, reader=reader), node, read_only=reader)
 
 
 def settings_of(files: TlsFiles, node: str) -> dict[str, Any]:

@@ -434,9 +434,9 @@ class TlsServer:
             return connection(*parts)
 
 
-def user_rule(password: str) -> list[str]:
-    """The words behind `ACL SETUSER lookup-buffer`, as docs/redis-keys.md gives them."""
-    match = re.search(r"^ACL SETUSER lookup-buffer (.+)$", DOCUMENT.read_text(), re.MULTILINE)
+def user_rule(password: str, user: str = "lookup-buffer") -> list[str]:
+    """The words behind `ACL SETUSER` and the user's name, as docs/redis-keys.md gives them."""
+    match = re.search(rf"^ACL SETUSER {user} (.+)$", DOCUMENT.read_text(), re.MULTILINE)
     assert match, "the document gives no ACL rule"
     return match[1].replace("PASSWORD", password).split()
 

@@ -1,0 +1,69 @@
+"""Drops this node's items of namespaces that the store lists as invalidated.
+
+Items that are here when the list is read are removed; later inserts stay. For LATE_SECONDS copies
+from other nodes are removed, too, since those nodes may read the list later. `registrar` calls it
+with each beat, on the loop's thread. It writes nothing to the store.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from lookup_buffer.node.arena import Arena, Item
+from lookup_buffer.times import Clock
+from store import GoneReason, MetadataStore
+
+LATE_SECONDS = 10.0
+"""Every node with access to the store reads the list within two seconds."""
+PAGE: Final = 200
+"""So many items are removed in one iteration of the loop: at most 6 ms measured."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Invalidations:
+    arena: Arena
+    clock: Clock
+    wall_clock: Clock = time.time
+    _listed: dict[str, float] | None = None
+    """None until the list was read for the first time."""
+    _recent: dict[str, float] = field(default_factory=dict)
+    """By namespace: until when copies from other nodes are removed."""
+    _started_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._started_at = self.wall_clock()
+
+    async def apply(self, store: MetadataStore) -> None:
+        """Read the list and remove what it names.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        found, now = await store.invalidations(), self.clock()
+        for namespace, at in found.items():
+            if self._is_news(namespace, at):
+                _log.info(
+                    "namespace %s was invalidated: its items on this node are removed", namespace
+                )
+                await self._remove(self.arena.items_of(namespace))
+                self._recent[namespace] = now + LATE_SECONDS
+        self._listed = found
+        for namespace, until in list(self._recent.items()):
+            await self._remove(self.arena.items_of(namespace, fetched_only=True))
+            if now >= until:
+                del self._recent[namespace]
+
+    async def _remove(self, items: Sequence[Item]) -> None:
+        for start in range(0, len(items), PAGE):
+            for item in items[start : start + PAGE]:
+                self.arena.remove(item, GoneReason.INVALIDATED)
+            await asyncio.sleep(0)
+
+    def _is_news(self, namespace: str, at: float) -> bool:
+        if self._listed is None:  # older invalidations are of no concern: this node had no items
+            return at >= self._started_at
+        return self._listed.get(namespace) != at

@@ -1,0 +1,309 @@
+"""A node that may only read (`read_only`), and who uses it or has its certificate and its password.
+
+It finds and gets what others stored. It stores, takes and claims nothing, writes nothing to Redis,
+and no other node takes bytes from it.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from command_line import beating, boot_of, run
+from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.errors import ConfigError, MissingTensor, NodeRefused, ReadOnly
+from lookup_buffer.key import TensorKey
+from lookup_buffer.namespace import Namespace
+from lookup_buffer.node.links import HANDOFFS, TENSORS, Credentials, dial
+from lookup_buffer.node.membership import Identity
+from lookup_buffer.protocol import messages
+from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.messages import ClaimOutcome
+from lookup_buffer.protocol.tls import READER, Tls
+from node_certificates import Files, settings_of
+from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_until, with_store
+from peer_servers import Bench, on_a_loop
+from raw_clients import raw
+from servers import command, user_rule
+from store import ClaimState, EmbeddedServer, Location, NodeInfo, Record, StoreError, open_store
+
+SPACE = Namespace.named("tests").fingerprint
+PASSWORD = "of-the-reader"
+USER = "lookup-buffer-reader"
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("tls") / "fleet")
+
+
+@pytest.fixture(scope="module")
+def readers_url(valkey_server: EmbeddedServer) -> Iterator[str]:
+    """The store, as the documented user of readers."""
+    url = valkey_server.url
+    assert command(url, "ACL", "SETUSER", USER, *user_rule(PASSWORD, USER)) == b"+OK"
+    yield f"unix://{USER}:{PASSWORD}@{url.removeprefix('unix://')}"
+    command(url, "ACL", "DELUSER", USER)
+
+
+@pytest.fixture(scope="module")
+def writer(module_nodes: StartNode, certified: Files) -> NodeProcess:
+    node = module_nodes(**settings_of(certified.of("writer"), "writer"))
+    with_store(node)
+    return node
+
+
+@pytest.fixture(scope="module")
+def reader(module_nodes: StartNode, certified: Files, readers_url: str) -> NodeProcess:
+    files = certified.of("reader", reader=True)
+    settings = {**settings_of(files, "reader"), "read_only": True, "store_url": readers_url}
+    node = module_nodes(**settings)
+    with_store(node)
+    return node
+
+
+def stored_by(writer: NodeProcess, nbytes: int = 1000) -> tuple[TensorKey, torch.Tensor]:
+    name, tensor = key(), tensor_of("stored", nbytes)
+    with writer.client() as client:
+        client.insert(name, tensor)
+    return name, tensor
+
+
+# -- what it is for
+
+
+@pytest.mark.parametrize("nbytes", [0, 1000, 8 * MIB])
+def test_it_gets_what_others_stored(writer: NodeProcess, reader: NodeProcess, nbytes: int) -> None:
+    name, tensor = stored_by(writer, nbytes)
+    with reader.client() as client:
+        found = client.select(name, timeout=10.0)
+        assert found is not None
+        assert torch.equal(found, tensor)
+        assert client.has_caches([name, key()]) == [True, False]
+        assert client.stats()["unpublished"] == 0
+
+
+def test_it_writes_nothing_to_the_store(
+    writer: NodeProcess, reader: NodeProcess, valkey_server: EmbeddedServer
+) -> None:
+    name, _ = stored_by(writer)
+    with reader.client() as client:
+        client.select(name, timeout=10.0)
+        with pytest.raises(MissingTensor):
+            client.select(key())
+    refused = reader.stats().get("store_failures", 0)
+    with open_store(valkey_server.url) as store:
+        (record,) = store.locate(SPACE, [name.text])
+        assert isinstance(record, Record)
+        assert [at.node for at in record.locations] == ["writer"]
+        assert "reader" not in store.beats()
+        assert store.node_infos(["reader"]) == {}
+        assert "reader" not in store.stats()
+    assert refused == 0, "it did not even try"
+    assert "NOPERM" not in reader.log_text()
+
+
+def test_an_invalidated_namespace_is_dropped_there_too(
+    writer: NodeProcess, reader: NodeProcess, valkey_server: EmbeddedServer
+) -> None:
+    space, name = Namespace.named("of-old-weights"), key()
+    with writer.client("of-old-weights") as client:
+        client.insert(name, tensor_of("old", 1000))
+    with reader.client("of-old-weights") as client:
+        assert client.select(name, timeout=10.0) is not None
+        done = run("invalidate", space.fingerprint, "--store-url", valkey_server.url)
+        assert done.returncode == 0, done.stderr
+        wait_until(lambda: client.has_caches([name]) == [False], 15.0)
+
+
+# -- its clients
+
+
+def test_its_clients_change_nothing(writer: NodeProcess, reader: NodeProcess) -> None:
+    item, passing = key(), handoff()
+    with writer.client() as there, reader.client() as here:
+        there.insert(passing, tensor_of("passing", 1000))
+        with pytest.raises(ReadOnly, match=r"node reader only reads .*'read_only'.*insert"):
+            here.insert(item, tensor_of("forged", 1000))
+        with pytest.raises(ReadOnly, match="insert"):
+            here.insert(handoff(), tensor_of("forged", 1000))
+        with pytest.raises(ReadOnly, match="take"):
+            here.drop_select(passing, timeout=5.0)
+        with pytest.raises(ReadOnly, match="claim"):
+            here.claim(item, lease_seconds=10.0)
+        claims = here.claim_all([item], wait_seconds=5.0, timeout=10.0)
+        assert claims.state is ClaimOutcome.FAILED
+        _, claims = here.prefetch_and_claim([item], wait_seconds=5.0, timeout=10.0)
+        wait_until(lambda: claims.state is ClaimOutcome.FAILED, 5.0)
+        assert there.claim(item, lease_seconds=1.0).outcome is ClaimOutcome.GRANTED
+        assert there.has_caches([item]) == [False]
+        taken = there.drop_select(passing, timeout=5.0)
+        assert taken is not None
+        assert torch.equal(taken, tensor_of("passing", 1000))
+    assert reader.stats().get("inserts_stored", 0) == 0
+
+
+REQUESTS: dict[str, messages.Request] = {
+    "insert": messages.Insert(2, SPACE, ["k"], [{}], [0], None, 0.0),
+    "take": messages.Take(2, SPACE, "k@request", 0.0),
+    "claim": messages.Claim(2, SPACE, "k", 5.0, "intent", 0.0),
+    "encoding": messages.Encoding(2, SPACE, ["k"], 5.0),
+    "open_pool": messages.OpenPool(2, "gloo", "0" * 8, 7000, "0" * 12, MIB, True, True),
+    "prepare": messages.Prepare(2, SPACE, "k", 1),
+    "offer": messages.Offer(2, SPACE, "k", 1, 1),
+}
+
+
+def test_each_change_is_tried() -> None:
+    assert REQUESTS.keys() == {kind.op for kind in messages.CHANGES}
+
+
+@pytest.mark.parametrize("op", REQUESTS)
+def test_each_request_that_changes_something_is_refused(reader: NodeProcess, op: str) -> None:
+    with raw(reader) as client:
+        answer = client.ask(REQUESTS[op])
+        assert (answer["error"], op in answer["message"]) == ("ReadOnly", True)
+
+
+def test_a_client_that_means_to_write_is_told_at_once(
+    reader: NodeProcess, writer: NodeProcess
+) -> None:
+    for node in (reader, writer):
+        with raw(node, session=False) as client:
+            has = node.config.read_only
+            expects = {**node.config.expectations(), "read_only": not has}
+            answer = client.hello(expects=expects)
+            assert f"read_only = {has}, but this configuration has {not has}" in answer["message"]
+
+
+# -- its certificate
+
+
+def test_other_nodes_give_it_tensors_and_no_hand_off(
+    writer: NodeProcess, certified: Files, valkey_server: EmbeddedServer
+) -> None:
+    """Who has the certificate and the key of a reader, and needs no node of ours."""
+    with open_store(valkey_server.url) as store:
+        wait_until(lambda: store.node_infos(["writer"]), 10.0)
+        info = store.node_infos(["writer"])["writer"]
+
+    async def dialled(role: str, *, reader: bool) -> None:
+        name = "reader" if reader else "honest"
+        credentials = Credentials(None, certified.tls(name, reader=reader))
+        location, loop = Location("writer", info.boot, 1, 1), asyncio.get_running_loop()
+        link = await dial(loop, location, info.endpoint, role, credentials)
+        link.stream.close()
+
+    for role, is_reader in ((TENSORS, True), (TENSORS, False), (HANDOFFS, False)):
+        asyncio.run(dialled(role, reader=is_reader))
+    with pytest.raises(NodeRefused, match="a node that only reads, and this connection is for ha"):
+        asyncio.run(dialled(HANDOFFS, reader=True))
+
+
+def stored_in(bench: Bench, name: str, data: bytes) -> Location:
+    header = TensorHeader.for_tensor("uint8", (len(data),))
+    item = bench.arena.reserve((SPACE, name), header, origin="local", ttl_seconds=None)
+    assert item is not None
+    bench.arena.bytes_of(item)[:] = data
+    checksum = xxhash.xxh3_64_intdigest(data)
+    bench.arena.release([bench.arena.commit(item, checksum, owner=1).ticket], 1)
+    identity = bench.server.identity
+    return Location(identity.node, identity.boot, item.generation, checksum)
+
+
+@pytest.mark.parametrize("is_reader", [True, False])
+def test_no_node_takes_bytes_from_it(
+    writer: NodeProcess, certified: Files, valkey_server: EmbeddedServer, is_reader: bool
+) -> None:
+    """A reader that got hold of Redis too says that it holds a key. The control is a node that may
+    store: its bytes are believed, since a node is trusted with that."""
+    node, name, forged = "forger" if is_reader else "honest", key(), b"forged" * 100
+
+    def select(client: LookupBuffer) -> bytes:
+        """What a client gets, or why it gets nothing."""
+        try:
+            found = client.select(name)
+        except MissingTensor as error:
+            return str(error).encode()
+        assert found is not None
+        return bytes(found.tolist())
+
+    def attack(identity: Identity, at: Location) -> None:
+        with open_store(valkey_server.url, call_timeout_seconds=5.0) as store:
+            info = NodeInfo(node, identity.boot, identity.endpoint, "h", "1", 1, 0, 1)
+            record = Record(SPACE, name.text, "uint8", (len(forged),), len(forged), "tensor", 1.0)
+            with beating(store, node), writer.client() as client:
+                store.describe_node(info)
+                store.publish(record, at, ttl_seconds=60)
+                expected = b"peer_failed" if is_reader else forged
+                wait_until(lambda: expected in select(client), 10.0)
+                assert (forged in select(client)) != is_reader
+            store.leave(node, identity.boot)
+
+    async def test(bench: Bench) -> None:
+        bench.server.identity = Identity(node, boot_of(node), bench.endpoint)
+        at = stored_in(bench, name.text, forged)
+        await asyncio.to_thread(attack, bench.server.identity, at)
+
+    on_a_loop(test, Credentials(None, certified.tls(node, reader=is_reader)))
+
+
+@pytest.mark.parametrize(
+    ("of_reader", "reads_only", "reason"),
+    [
+        (True, False, f"with the URI name '{READER}'; allowed: set 'read_only'"),
+        (False, True, f"with no URI name '{READER}'; allowed: one with it"),
+    ],
+)
+def test_certificate_and_setting_have_to_agree(
+    certified: Files, of_reader: bool, reads_only: bool, reason: str
+) -> None:
+    files = certified.of("either", reader=of_reader)
+    with pytest.raises(ConfigError, match=reason):
+        Tls(files, "either", read_only=reads_only)
+
+
+def test_the_embedded_store_has_nothing_to_read() -> None:
+    with pytest.raises(ConfigError, match="'read_only' is set, and 'store_url' is 'embedded'"):
+        BufferConfig.of({"read_only": True})
+
+
+# -- its user of Redis
+
+
+def test_the_documented_user_cannot_write(readers_url: str, writer: NodeProcess) -> None:
+    name, _ = stored_by(writer)
+    record = Record(SPACE, name.text, "uint8", (10,), 10, "tensor", 1.0)
+    at = Location("reader", "boot", 1, 1)
+    with open_store(readers_url, call_timeout_seconds=5.0) as store:
+        wait_until(lambda: store.locate(SPACE, [name.text]) != [None], 10.0)  # the control
+        attempts: list[Any] = [
+            lambda: store.publish(record, at, ttl_seconds=60),
+            lambda: store.withdraw(SPACE, name.text, "writer", reason="evicted"),
+            lambda: store.beat("reader", "boot", 1),
+            lambda: store.leave("writer", "boot"),
+            lambda: store.describe_node(
+                NodeInfo("writer", "boot", "tcp://1.2.3.4:5", "h", "1", 1, 0, 1)
+            ),
+            lambda: store.describe_namespace(SPACE, {"a": "b"}),
+            lambda: store.add_hits(SPACE, {name.text: 1}),
+            lambda: store.add_stats("writer", {"hits_local": 1}),
+            lambda: store.mark_invalid(SPACE, 1.0),
+            lambda: store.clear(SPACE),
+            lambda: store.claim(
+                SPACE,
+                "k",
+                holder="reader:boot",
+                token="t",
+                state=ClaimState.INTENT,
+                lease_seconds=1,
+            ),
+        ]
+        for attempt in attempts:
+            with pytest.raises(StoreError, match="permission"):
+                attempt()
+        assert store.locate(SPACE, [name.text]) != [None]
