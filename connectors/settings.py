@@ -159,8 +159,8 @@ def validate_role(settings: SharedSettings, role: str, *, is_consumer: bool) -> 
     reads."""
     if settings.read_only and not is_consumer:
         raise ConfigError(
-            f"setting 'read_only' is on, and this engine is an {role}, which only stores; give it "
-            "another role, or remove 'read_only'"
+            f"setting 'read_only' is on, and this engine has the role {role}, which only stores; "
+            "give it another one, or remove 'read_only'"
         )
 
 

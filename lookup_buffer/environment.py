@@ -53,6 +53,12 @@ def misspelt_variables(names: Iterable[str]) -> dict[str, str]:
     return misspelt
 
 
+def environment_without_token() -> dict[str, str]:
+    """This process's environment, for one that must not know the nodes' token."""
+    hidden = ENVIRONMENT_PREFIX + "TOKEN"
+    return {name: value for name, value in os.environ.items() if name != hidden}
+
+
 def environment_importing_from(folder: Path) -> dict[str, str]:
     """This process's environment with `folder` first in PYTHONPATH, for a Python process and its
     descendants."""

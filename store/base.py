@@ -521,6 +521,10 @@ class Inspection(ABC):
         allowed. `read_only`: only those of a node that writes nothing."""
 
     @abstractmethod
+    async def allowed_writes(self) -> Sequence[str]:
+        """The writing commands of a node that a server allows."""
+
+    @abstractmethod
     async def clock_ahead_seconds(self) -> float | None:
         """How many seconds a server's clock is ahead of ours; the largest difference of all
         servers. None if it is unknown.

@@ -361,6 +361,7 @@ class BlockingInspection(Blocking):
     """Inspection for threads and commands."""
 
     refused = blocking(Inspection.refused)
+    allowed_writes = blocking(Inspection.allowed_writes)
     clock_ahead_seconds = blocking(Inspection.clock_ahead_seconds)
     foreign_nodes = blocking(Inspection.foreign_nodes)
     examine_records = blocking(Inspection.examine_records)

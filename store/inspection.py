@@ -5,7 +5,7 @@ Changes no data that others read.
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from store import layout, record_fields
@@ -77,6 +77,12 @@ class RedisInspection(Inspection):
                     name = "CLIENT TRACKING" if command is TRACK else str(command[0])
                     reasons.setdefault(name, text_of(reply))
         return Refused(tuple(reasons), next(iter(reasons.values()))) if reasons else None
+
+    async def allowed_writes(self) -> Sequence[str]:
+        refused = await self.refused()
+        names = dict.fromkeys(str(probe[0]) for probe in PROBES)
+        denied = {*_READS, *(refused.commands if refused else ())}
+        return [name for name in names if name not in denied]
 
     async def clock_ahead_seconds(self) -> float | None:
         """None if a server denies TIME: no node needs it, and few users have the right."""

@@ -35,7 +35,10 @@ _NODE_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,48}")
 @click.argument("folder", type=FILE)
 @click.argument("nodes", metavar="NODE_ID...", nargs=-1, required=True)
 @click.option(
-    "--days", type=click.IntRange(1, 36_500), default=DAYS, help=f"Validity; default: {DAYS}."
+    "--days",
+    type=click.IntRange(1, AUTHORITY_DAYS - 1),
+    default=DAYS,
+    help=f"Validity; default: {DAYS}.",
 )
 @click.option("--reader", is_flag=True, help="For nodes that only read (setting read_only).")
 def certificates(folder: Path, nodes: tuple[str, ...], days: int, reader: bool) -> None:
@@ -138,10 +141,11 @@ class Authority:
         """Raises CommandError: it expires before a certificate would that is made now."""
         until = self._certificate.not_valid_after_utc
         if _now() + valid > until:
-            left = max(0, (until - _now()).days)
+            left = (until - _now()).days
+            shorter = f"--days up to {left}, or " if left > 0 else ""
             raise CommandError(
                 f"the authority's certificate expires on {until:%Y-%m-%d}, sooner than in "
-                f"{valid.days} days; allowed: --days up to {left}, or a new authority: see "
+                f"{valid.days} days; allowed: {shorter}a new authority: see "
                 "docs/operations.md, 'Rotating certificates'",
                 ExitCode.USAGE,
             )

@@ -185,10 +185,10 @@ def version_tuple(text: str) -> tuple[int, ...]:
 def rights_check(inspection: "BlockingInspection", *, read_only: bool) -> Check:
     """Whether the server allows all commands that a node needs; and one that only reads no more."""
     refused = inspection.refused(read_only=read_only)
-    if refused is None and read_only and inspection.refused() is None:
+    if refused is None and read_only and (writes := inspection.allowed_writes()):
         return warn(
             "store rights",
-            "'read_only' is set, and the user may write, too",
+            f"'read_only' is set, and the user may write, too: {', '.join(writes)}",
             "give it the user for nodes that only read in docs/redis-keys.md",
         )
     if refused is None:

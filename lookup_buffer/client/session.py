@@ -363,11 +363,14 @@ class NodeConnection:
         uid = uid_of(self._socket)
         if uid not in (os.getuid(), 0, node_uid):
             self._socket.close()
+            may_be_set = (
+                f", or set 'node_uid' to {uid} if that one may see and choose all that this one "
+                "inserts and reads"
+            )
             raise NodeRefused(
                 f"the process that listens at {path} runs as user {uid}, this one as user "
-                f"{os.getuid()}: run the node as the same user or as root, or set 'node_uid' to "
-                f"{uid} if that one may see and choose all that this one inserts and reads"
-                f"{unmapped_user(uid)}"
+                f"{os.getuid()}: run the node as the same user or as root"
+                f"{unmapped_user(uid) or may_be_set}"
             )
 
     def call(self, request: Request, timeout: float) -> dict[str, Any]:

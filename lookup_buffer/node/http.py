@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lookup_buffer.config import TLS_FILES, BufferConfig, parse_http
+from lookup_buffer.environment import environment_without_token
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.runtime import to_json
 
@@ -95,6 +96,7 @@ class HttpProcess:
         process = subprocess.Popen(
             (sys.executable, "-P", "-c", _PROGRAM),
             stdin=subprocess.PIPE,
+            env=environment_without_token(),
             pass_fds=[self._listener.fileno()],
             start_new_session=True,
         )

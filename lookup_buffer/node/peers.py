@@ -55,6 +55,8 @@ ACCEPTED_AT_ONCE: Final = 32
 LINKS_MIN: Final = 1024
 LINKS_PER_NODE: Final = 10
 """Bound on connections after their handshake: LINKS_MIN, or so many for each live node."""
+LINKS_PER_CLIENT: Final = 16
+"""Bound on those of a client that a certificate names; a node opens 4 to another at a time."""
 SENDERS_MAX: Final = 128
 """Threads that send; each has one reader at a time, so slow readers delay only themselves."""
 ITEMS_MAX: Final = 256
@@ -184,7 +186,7 @@ class PeerServer:
             return  # it left, was too slow, or was refused: only its connection ends
         if link.purpose.role == REACHABILITY:
             self._admit_check(link)
-        elif not self._make_place():
+        elif not self._make_place(link.purpose.client):
             link.stream.close()
         elif link.purpose.role == HANDOFFS:
             self.askers.admit(link)
@@ -201,15 +203,25 @@ class PeerServer:
         except OSError:  # no free descriptor
             link.stream.close()
 
-    def _make_place(self) -> bool:
-        """Whether there is a place for one more connection, if need be that of an idle one."""
+    def _make_place(self, client: str) -> bool:
+        """Whether there is a place for one more connection, if need be that of an idle one; of the
+        same client, if that has as many as it may."""
         nodes = self.directory.count_alive() if self.directory else 1
-        if len(self._readers) + len(self.askers) < max(LINKS_MIN, LINKS_PER_NODE * nodes):
-            return True
-        idle = [reader for reader in self._readers if not reader.is_busy]
+        crowd = self._certified_of(client)
+        if len(crowd) < LINKS_PER_CLIENT:
+            if len(self._readers) + len(self.askers) < max(LINKS_MIN, LINKS_PER_NODE * nodes):
+                return True
+            crowd = self._readers
+        idle = [reader for reader in crowd if not reader.is_busy]
         if idle:
             min(idle, key=lambda reader: reader.used_at).end()
         return bool(idle)
+
+    def _certified_of(self, client: str) -> "set[Reader]":
+        """Without TLS, `client` is only what the other end says that it is."""
+        if self.credentials.tls is None:
+            return set()
+        return {reader for reader in self._readers if reader.client == client}
 
     # -- what a reader gets
 
@@ -300,6 +312,7 @@ class Reader:
         self._requests: deque[list[Asked]] = deque()
         self.is_busy = False
         self.used_at = server.loop.time()
+        self.client = link.purpose.client
         stream = link.stream.dup()  # each of the two that use it closes its own descriptor
         self._connection = Connection(
             server.loop, link.stream, self._on_message, self._ended, link.macs

@@ -216,7 +216,7 @@ class Registrar:
 
     def describe(self, fingerprint: str, parts: dict[str, str]) -> None:
         """Publish the parts of a namespace, now and whenever Redis lost them."""
-        if self._namespaces.get(fingerprint) != parts:
+        if not self.read_only and self._namespaces.get(fingerprint) != parts:
             self._namespaces[fingerprint] = parts
             self._undescribed[fingerprint] = None
             self._beat_at = 0.0  # a new one is not left until the next beat
@@ -437,11 +437,22 @@ class Registrar:
 
     async def _beat(self, store: MetadataStore, began: float) -> None:
         self.arena.remove_expired()
-        if self.read_only:
-            await self.directory.refresh(store)
+        if not self.read_only:
+            await self._own_beat(store)
+        await self.directory.refresh(store)
+        if not (self.read_only or self.heartbeat.established):
+            return  # meanwhile this node can read from others
+        try:  # it never pauses: after two beats of a node, an invalidation counts as applied there
             await self._invalidations.apply(store)
+        except StoreError as error:
+            self._failures.log("invalidated namespaces were not read; retried", error)
+        if self.read_only:
             self.counters.take_unflushed()  # which only `/metrics` shows
             return
+        self._repeat(store)
+        await self._tasks.run_until(began + self.heartbeat.pause_seconds(), store)
+
+    async def _own_beat(self, store: MetadataStore) -> None:
         was_established = self.heartbeat.established
         if await self.heartbeat.beat(store):
             self._walk_pause_seconds = 0.0  # all is written again, also if this beat fails below
@@ -449,15 +460,6 @@ class Registrar:
             self._tasks.resume()
             if was_established:
                 self.directory.store_lost_data()
-        await self.directory.refresh(store)
-        if not self.heartbeat.established:
-            return  # meanwhile this node can read from others
-        try:  # it never pauses: after two beats of a node, an invalidation counts as applied there
-            await self._invalidations.apply(store)
-        except StoreError as error:
-            self._failures.log("invalidated namespaces were not read; retried", error)
-        self._repeat(store)
-        await self._tasks.run_until(began + self.heartbeat.pause_seconds(), store)
 
     def _repeat(self, store: MetadataStore) -> None:
         """Write again what may be lost: after a failover recent changes at once, since a replica

@@ -323,9 +323,10 @@ def _contexts(files: TlsFiles, node: str, *, read_only: bool) -> _Contexts:
 
 
 def _authority_expires(dials: ssl.SSLContext, own: dict[str, Any]) -> float:
-    known = dials.get_ca_certs()
-    signers = [one for one in known if one["subject"] == own["issuer"]] or known
-    return min(ssl.cert_time_to_seconds(str(one["notAfter"])) for one in signers)
+    """The last that expires of those that may have signed this node's certificate; its own end,
+    where the file has no authority but the certificate itself."""
+    signers = [one for one in dials.get_ca_certs() if one["subject"] == own["issuer"]] or [own]
+    return max(ssl.cert_time_to_seconds(str(one["notAfter"])) for one in signers)
 
 
 def _checked_own(

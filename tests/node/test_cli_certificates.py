@@ -1,11 +1,13 @@
 """`lookup-buffer certificates`: what it writes, and what it refuses."""
 
+import datetime
 import stat
 from pathlib import Path
 
 import pytest
 
 from command_line import run
+from lookup_buffer.cli import certificates
 from lookup_buffer.config import TlsFiles
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.protocol.tls import Tls
@@ -50,11 +52,28 @@ def test_readers_have_certificates_of_their_own(tmp_path: Path) -> None:
 
 
 def test_none_outlives_its_authority(tmp_path: Path) -> None:
-    refused = run("certificates", str(tmp_path), "node-a", "--days", "4000")
-    assert refused.returncode == 2
-    assert "sooner than in 4000 days; allowed: --days up to 36" in refused.stderr
+    now, key = certificates._now(), certificates._new_key()
+
+    def with_authority_for(days: float) -> None:
+        until = now + datetime.timedelta(days=days)
+        before = now - datetime.timedelta(days=3000)
+        made = certificates._signed("authority", key, "authority", key, before, until, names=None)
+        (tmp_path / "authority.pem").write_bytes(certificates._pem(made))
+        (tmp_path / "authority-key.pem").write_bytes(certificates._key_pem(key))
+
+    def certify(days: int) -> tuple[int, str]:
+        done = run("certificates", str(tmp_path), "node-a", "--days", str(days))
+        return done.returncode, done.stderr
+
+    with_authority_for(100.5)
+    code, said = certify(101)
+    assert (code, "sooner than in 101 days; allowed: --days up to 100, or" in said) == (2, True)
     assert not (tmp_path / "node-a.pem").exists()
-    assert run("certificates", str(tmp_path), "node-a", "--days", "3649").returncode == 0
+    assert certify(100)[0] == 0
+    with_authority_for(-1)
+    code, said = certify(1)
+    assert (code, "allowed: a new authority" in said) == (2, True)
+    assert certify(4000)[0] == 2, "longer than any authority's"
 
 
 @pytest.mark.parametrize(

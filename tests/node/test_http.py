@@ -40,6 +40,18 @@ def guarded(module_nodes: StartNode) -> NodeProcess:
     return node
 
 
+def test_the_process_inherits_no_secret_of_nodes(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOOKUP_BUFFER_TOKEN", "t" * 16)
+    node = start_node(http_listen=f"http://127.0.0.1:{free_port()}")
+    wait_until(lambda: get(node, "/healthz")[0] == 200, 10.0, "the node joins")
+    (pid,) = children_of(node.pid)
+    inherited = Path(f"/proc/{pid}/environ").read_text()
+    assert "PATH=" in inherited
+    assert "t" * 16 not in inherited
+
+
 def test_the_process_is_told_no_secret_of_nodes(tmp_path: Path) -> None:
     config = BufferConfig.of(
         {

@@ -5,7 +5,8 @@ and no other node takes bytes from it.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,18 +16,20 @@ import xxhash
 from command_line import beating, boot_of, run
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.errors import ConfigError, MissingTensor, NodeRefused, ReadOnly
+from lookup_buffer.errors import ConfigError, MissingTensor, NodeRefused, PipeError, ReadOnly
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.links import HANDOFFS, TENSORS, Credentials, dial
 from lookup_buffer.node.membership import Identity
+from lookup_buffer.node.peers import LINKS_PER_CLIENT
 from lookup_buffer.protocol import messages
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import ClaimOutcome
 from lookup_buffer.protocol.tls import READER, Tls
 from node_certificates import Files, settings_of
 from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_until, with_store
-from peer_servers import Bench, on_a_loop
+from patience import scaled
+from peer_servers import NAMESPACE, Bench, on_a_loop
 from raw_clients import raw
 from servers import command, user_rule
 from store import ClaimState, EmbeddedServer, Location, NodeInfo, Record, StoreError, open_store
@@ -307,3 +310,63 @@ def test_the_documented_user_cannot_write(readers_url: str, writer: NodeProcess)
             with pytest.raises(StoreError, match="permission"):
                 attempt()
         assert store.locate(SPACE, [name.text]) != [None]
+
+
+@pytest.mark.parametrize("rights", ["+@write", "+hset +evalsha"])
+def test_doctor_names_what_a_readers_user_may_write(
+    reader: NodeProcess, valkey_server: EmbeddedServer, rights: str
+) -> None:
+    url, name = valkey_server.url, "half-a-reader"
+    rule = ("on", ">of-half", "resetkeys", "~lb:*", "resetchannels", "-@all", "+@read")
+    given = (*rule, "+@connection", "-@dangerous", "+info", *rights.split())
+    assert command(url, "ACL", "SETUSER", name, *given) == b"+OK"
+    try:
+        done = run(
+            "doctor",
+            LOOKUP_BUFFER_STORE_URL=f"unix://{name}:of-half@{url.removeprefix('unix://')}",
+            LOOKUP_BUFFER_READ_ONLY="true",
+            LOOKUP_BUFFER_DIRECTORY=str(reader.config.directory),
+        )
+    finally:
+        command(url, "ACL", "DELUSER", name)
+    (line,) = [line for line in done.stdout.splitlines() if "store rights" in line]
+    assert line.startswith("warn")
+    assert "may write, too: HSET" in line
+
+
+# -- what it can do to the nodes that serve it
+
+
+def test_it_fills_only_its_own_places(certified: Files) -> None:
+    """It asks on many connections and reads none of them."""
+
+    async def test(bench: Bench) -> None:
+        generation, links = bench.insert("k", 8 * MIB), []
+
+        async def ask(client: str, *, reader: bool) -> None:
+            credentials = Credentials(None, certified.tls(client, reader=reader))
+            link = await dial(bench.loop, bench.location, bench.endpoint, TENSORS, credentials)
+            links.append(link.framed())
+            item = [NAMESPACE, "k", bench.location.boot, generation]
+            await asyncio.to_thread(links[-1].send, {"op": "get", "items": [item]}, timeout=5.0)
+
+        try:
+            for _ in range(LINKS_PER_CLIENT + 4):
+                with suppress(PipeError):  # its place was refused meanwhile
+                    await ask("slow", reader=True)
+            await until(lambda: len(bench.server._readers) == LINKS_PER_CLIENT)
+            await ask("another", reader=False)
+            answer = await asyncio.to_thread(links[-1].recv_header, timeout=5.0)
+            assert answer.header["status"] == "ok"
+            assert len(bench.server._readers) == LINKS_PER_CLIENT + 1
+        finally:
+            for link in links:
+                link.abort()
+
+    on_a_loop(test, Credentials(None, certified.tls("node-b")))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(scaled(10.0)):
+        while not condition():
+            await asyncio.sleep(0.01)

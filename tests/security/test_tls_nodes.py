@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from cryptography import x509
 
 from command_line import run, run_json
 from connectors.settings import parse_settings
+from lookup_buffer.cli import certificates
 from lookup_buffer.cli.check_fleet import _certificates_check
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.config import TLS_FILES, BufferConfig, TlsFiles, parse_address
@@ -153,6 +155,28 @@ def test_doctor_warns_of_an_authority_that_expires(
     check = _certificates_check([], 2, tls)
     assert check.verdict == "warn"
     assert "the authority's certificate expires in 6 d" in check.found
+
+
+def test_a_certificate_that_is_its_own_authority(tmp_path: Path) -> None:
+    """Each node's file then lists those of all nodes, which certify nobody."""
+    now, until = certificates._now(), certificates._now() + datetime.timedelta(days=30)
+    key = certificates._new_key()
+    names: list[x509.GeneralName] = [x509.DNSName("node-a")]
+    own = certificates._signed("node-a", key, "node-a", key, now - DAY, until, names=names)
+    files = TlsFiles(tmp_path / "own.pem", tmp_path / "own.key", tmp_path / "own.pem")
+    files.certificate.write_bytes(certificates._pem(own))
+    files.key.write_bytes(certificates._key_pem(key))
+    tls = Tls(files, "node-a")
+    assert tls.authority_expires == tls.expires
+
+
+def test_of_two_authorities_the_newer_one_counts(ours: Files, tmp_path: Path) -> None:
+    """While they are exchanged, a node's file has both."""
+    files, other = ours.of("node-a"), Files(tmp_path / "other").of("node-a")
+    both = tmp_path / "both.pem"
+    both.write_bytes(files.authority.read_bytes() + other.authority.read_bytes())
+    alone = Tls(files, "node-a").authority_expires
+    assert Tls(files._replace(authority=both), "node-a").authority_expires >= alone
 
 
 def test_the_keys_of_links_are_written_nowhere(

@@ -325,3 +325,26 @@ def test_a_failure_of_the_store_is_logged_once_for_each_reason(
     assert first.levelno == second.levelno == logging.WARNING
     assert "NOPERM no permission" in first.getMessage()
     assert "no answer in time" in second.getMessage()
+
+
+class WithoutInvalidations(MemoryStore):
+    """Of a cluster, the one server that has their list is down."""
+
+    def invalidations(self) -> NoReturn:
+        raise StoreUnavailable("server 2 of the cluster is down")
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_list_of_invalidations_that_is_not_read_is_retried(read_only: bool) -> None:
+    with registrar_on(WithoutInvalidations()) as (registrar, _):
+        registrar.read_only = read_only
+        assert comes_true(registrar, lambda: registrar.store_up, 3.0)
+        assert not comes_true(registrar, lambda: not registrar.store_up, 5.0)
+
+
+def test_a_node_that_only_reads_describes_nothing() -> None:
+    store = MemoryStore()
+    with registrar_on(store) as (registrar, _):
+        registrar.read_only = True
+        registrar.describe("f" * 64, {"content": "test"})
+        assert not comes_true(registrar, store.namespaces, 5.0)
