@@ -292,7 +292,9 @@ class FrameReader:
         except LookupBufferError as error:
             self._on_failure(error)
         finally:
+            self._caller_has_read = True
             self._read_lock.release()
+            self.schedule_flush()  # not before: the thread resumes only if it gets the lock
 
     def _read_until(
         self, done: Callable[[], bool], deadline: float, number: int | None, pollers: "_Pollers"
@@ -306,12 +308,9 @@ class FrameReader:
                 if link.wait_readable(min(left, self._silence_seconds), wait):
                     left_over = not self._read_at_once(link, number) or self._ended
         finally:
-            self._caller_has_read = True
             if left_over or link.has_buffered:
                 pollers.thread.watch_link(True)
                 pollers.thread.wake()
-            else:
-                self.schedule_flush()
 
     def _read_at_once(self, link: FramedSocket, number: int | None) -> bool:
         """Read one frame if that needs no wait for bytes of another message. Returns whether it

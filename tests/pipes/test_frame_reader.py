@@ -14,6 +14,7 @@ from contract_pipe import LARGE, SHORT_SECONDS, SMALL, SOON_SECONDS, Threads, bl
 from lookup_buffer.codec import writable_bytes
 from lookup_buffer.errors import LookupTimeout, PipeBroken
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
+from lookup_buffer.pipes.io import FLUSH_SECONDS, FrameReader
 from lookup_buffer.protocol.framing import encode_frame
 from raw_ends import RawEnd, offer
 
@@ -154,22 +155,57 @@ def test_a_receipt_is_sent_without_another_frame(
         told += numbers
 
 
+def offered(raw: RawEnd) -> int:
+    """The number of the message that is offered next."""
+    while (header := raw.receive())[0] != "offer":
+        pass
+    number: int = header[1]
+    return number
+
+
+def pull(raw: RawEnd, number: int, tensor: torch.Tensor) -> None:
+    """The other end takes this tensor, for which this one has to read."""
+    raw.send(["pull", number])
+    while (frame := raw.link.recv_header(SOON_SECONDS)).header[0] != "data":
+        pass
+    received = torch.empty(tensor.numel(), dtype=torch.uint8)
+    raw.link.recv_into(writable_bytes(received), timeout=SOON_SECONDS)
+    assert frame.header == ["data", number]
+    assert same(received, tensor)
+
+
 def test_frames_are_read_while_no_caller_waits(pipe: KVPipe, raw: RawEnd) -> None:
     """Right after a caller has read, when it may soon read again, and later."""
     for number, seconds in enumerate((0.0, SHORT_SECONDS, 4 * SHORT_SECONDS)):
-        tensor = block(LARGE, number)
-        pipe.send_tensor(tensor, f"k{number}")
+        pipe.send_tensor(block(LARGE, number))
         time.sleep(seconds)
-        header = raw.receive()
-        while header[0] != "offer":
-            header = raw.receive()
-        raw.send(["pull", header[1]])
-        while (frame := raw.link.recv_header(SOON_SECONDS)).header[0] != "data":
-            pass
-        received = torch.empty(LARGE, dtype=torch.uint8)
-        raw.link.recv_into(writable_bytes(received), timeout=SOON_SECONDS)
-        assert frame.header == ["data", header[1]]
-        assert same(received, tensor)
+        pull(raw, offered(raw), block(LARGE, number))
+
+
+def test_frames_are_read_after_a_caller_that_stood_still(
+    pipe: KVPipe, raw: RawEnd, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two of its last statements, while the time came at which the thread reads again."""
+    usual = FrameReader.schedule_flush
+
+    def slowly(reader: FrameReader) -> bool:
+        scheduled = usual(reader)
+        if not threading.current_thread().name.startswith("lb-pipe"):
+            time.sleep(20 * FLUSH_SECONDS)
+        return scheduled
+
+    monkeypatch.setattr(FrameReader, "schedule_flush", slowly)
+    pipe.send_tensor(block(LARGE))
+    number = offered(raw)
+    waiting = threads.call(pipe.recv_tensor, "k", timeout=SOON_SECONDS)
+    time.sleep(SHORT_SECONDS)
+    raw.send(offer(2, b"k", LARGE))
+    assert raw.receive() == ["pull", 2]
+    time.sleep(SHORT_SECONDS)
+    raw.send(["data", 2], bytes(LARGE))
+    waiting.result(SOON_SECONDS)
+    time.sleep(SHORT_SECONDS)
+    pull(raw, number, block(LARGE))
 
 
 def test_a_waiting_receive_gets_a_message_of_a_second_end(threads: Threads) -> None:
