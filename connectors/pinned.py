@@ -17,6 +17,7 @@ READ_ONLY: Final = 0x08
 """cudaHostRegisterReadOnly. Without it CUDA refuses memory that is mapped read-only, as arenas
 are."""
 
+BOOTS_MAX: Final = 8
 _cuda: Any = torch.cuda  # much of it has no types
 
 
@@ -66,25 +67,41 @@ class PinnedArena:
         self._arena = arena
         self._counters = counters
         self._log = log
-        self._boot = ""
+        self._boots: list[str] = []
+        """Those that were followed, the last one last."""
+        self._address = 0
+        """Of the last mapping that was tried. A client that connects again maps the same arena
+        elsewhere."""
         self._pinned: memoryview | None = None
 
     def follow(self, boot: str) -> None:
-        """Pin the arena of this start of the node, unless it was tried, and unpin the former."""
-        if not boot or boot == self._boot:
+        """Pin the arena of this start of the node as it is mapped now, unless that was tried, and
+        unpin the former. An earlier start is ignored. Never raises."""
+        if not boot or boot in self._boots[:-1]:
             return
-        self.release()
-        self._boot = boot
         try:
             memory = self._arena(boot)
         except LookupBufferError:
             return  # the node was lost again
-        if self._pin(memory):
+        if boot not in self._boots:
+            self._boots = [*self._boots[-BOOTS_MAX:], boot]
+        elif pointer_to(memory) == self._address:
+            memory.release()
+            return
+        self.release()
+        self._address = pointer_to(memory)
+        if self._is_pinned(memory):
             self._pinned = memory
             return
         memory.release()
         self._counters.add("arena_not_pinned")
         self._log.report("arena_not_pinned", "the arena cannot be pinned; loads are slower")
+
+    def _is_pinned(self, memory: memoryview) -> bool:
+        try:
+            return self._pin(memory)
+        except RuntimeError:  # torch's, of a GPU that fails; copies will say so
+            return False
 
     def release(self) -> None:
         """Idempotent."""

@@ -56,7 +56,7 @@ LINKS_MIN: Final = 1024
 LINKS_PER_NODE: Final = 10
 """Bound on connections after their handshake: LINKS_MIN, or so many for each live node."""
 LINKS_PER_CLIENT: Final = 16
-"""Bound on those of a client that a certificate names; a node opens 4 to another at a time."""
+"""Bound on those for tensors of a client that a certificate names: twice what a node opens."""
 SENDERS_MAX: Final = 128
 """Threads that send; each has one reader at a time, so slow readers delay only themselves."""
 ITEMS_MAX: Final = 256

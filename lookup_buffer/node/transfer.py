@@ -73,6 +73,10 @@ TIMEOUTS_MAX = LINKS_MAX
 while. One that refuses, or ends connections, costs no time."""
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.5, 2.0
 """Bounds on that time."""
+DOUBT_SECONDS_MAX = 60.0
+"""Bound on how long a holder comes after all others, each time longer, once a transfer failed."""
+PACE_SECONDS = 60.0
+"""An average that is older counts as unknown."""
 NEWEST_SHARE = 0.25
 """Of the last answer in the average of what a holder's answers took."""
 SAME_FACTOR, SAME_SECONDS = 2.0, 0.005
@@ -119,27 +123,39 @@ class Wanted:
 
 
 @dataclass(slots=True)
+class Average:
+    """A moving average; 0.0 while it is unknown."""
+
+    value: float = 0.0
+    measured_at: float = -math.inf
+
+    def at(self, now: float) -> float:
+        return self.value if now - self.measured_at < PACE_SECONDS else 0.0
+
+    def add(self, newest: float, now: float) -> None:
+        before = self.at(now)
+        self.value = before + NEWEST_SHARE * (newest - before) if before else newest
+        self.measured_at = now
+
+
+@dataclass(slots=True)
 class Pace:
-    """Moving averages of what a holder's answers took. Nothing is expected to take no time."""
+    """What a holder's answers took. What is unknown is expected to take no time."""
 
-    answer_seconds: float = 0.0
+    answer_seconds: Average = field(default_factory=Average)
     """From a request until its first answer begins."""
-    byte_seconds: float = 0.0
-    """For each byte of what was too large to come with its header."""
+    byte_seconds: Average = field(default_factory=Average)
+    """For each byte of a batch, from its first answer on."""
 
-    def expected_seconds(self, nbytes: int) -> float:
-        return self.answer_seconds + self.byte_seconds * nbytes
+    def expected_seconds(self, nbytes: int, now: float) -> float:
+        return self.answer_seconds.at(now) + self.byte_seconds.at(now) * nbytes
 
-    def answered(self, seconds: float) -> None:
-        self.answer_seconds = _average(self.answer_seconds, seconds)
+    def answered(self, seconds: float, now: float) -> None:
+        self.answer_seconds.add(seconds, now)
 
-    def received(self, nbytes: int, seconds: float) -> None:
+    def received(self, nbytes: int, seconds: float, now: float) -> None:
         if nbytes > AT_ONCE_BYTES:
-            self.byte_seconds = _average(self.byte_seconds, seconds / nbytes)
-
-
-def _average(before: float, newest: float) -> float:
-    return before + NEWEST_SHARE * (newest - before) if before else newest
+            self.byte_seconds.add(seconds / nbytes, now)
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +164,8 @@ class Holder:
 
     breaker: Breaker
     """Of its timeouts."""
+    doubts: Breaker
+    """Of all its failures: until a pause is over it is asked only where no other is left."""
     used_at: float
     """When it was last asked; at first, when it was met."""
     pace: Pace = field(default_factory=Pace)
@@ -157,9 +175,9 @@ class Holder:
     users: int = 0
     """Batches that it is asked for, or that wait for a place."""
 
-    def expected_seconds(self, nbytes: int) -> float:
+    def expected_seconds(self, nbytes: int, now: float) -> float:
         """Until so many bytes are here, behind what it is asked for already."""
-        return self.pace.expected_seconds(nbytes) * (1 + self.users / LINKS_MAX)
+        return self.pace.expected_seconds(nbytes, now) * (1 + self.users / LINKS_MAX)
 
     def idle_link(self) -> FramedSocket | None:
         """A kept connection that is still usable. Unrequested input means that the peer closed
@@ -249,16 +267,17 @@ class Fetcher:
             breaker = Breaker(
                 self.loop.time, TIMEOUTS_MAX, PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX, jitter=0.5
             )
-            holder = self._holders[name] = Holder(breaker, self.loop.time())
+            doubts = Breaker(self.loop.time, 1, PAUSE_SECONDS_MIN, DOUBT_SECONDS_MAX, jitter=0.5)
+            holder = self._holders[name] = Holder(breaker, doubts, self.loop.time())
         return holder
 
     def _choose(self, one: Wanted) -> Holder:
         """Of the holders that were not tried, one from which it is expected soon; last, those that
-        fail. Among equally fast ones that which is asked for least, or by chance: readers do not
+        failed. Among equally fast ones that which is asked for least, or by chance: readers do not
         all ask the same. One that was not measured for a while is asked first."""
         untried = one.untried
         holders = [self._holder_of(one, source) for source in untried]
-        chosen = 0 if len(holders) == 1 else _soonest(holders, one.nbytes)
+        chosen = 0 if len(holders) == 1 else _soonest(holders, one.nbytes, self.loop.time())
         one.tried.append(untried[chosen])
         return holders[chosen]
 
@@ -292,6 +311,8 @@ class Fetcher:
             _log.exception("a transfer failed; this is a bug, please report it")
             batch.fail(MissReason.PEER_FAILED, len(batch.left))
         finally:  # if cancelled, the node ends and no request waits
+            if any(one.fetched.reason in _TOLD for one in batch.arrived):
+                holder.doubts.failed()
             holder.users -= 1
             holder.used_at = self.loop.time()
         self._settle(batch.take_arrived())
@@ -317,16 +338,17 @@ class Fetcher:
         Raises:
             LookupBufferError: the first one that is left did not come; the connection is unusable.
         """
-        started = self.loop.time()
+        started, began, nbytes = self.loop.time(), 0.0, 0
         try:
             await self._request(link, batch.left)
             while batch.left:
-                header, began = await self._header(link), self.loop.time()
-                if not batch.has_begun:
-                    holder.pace.answered(began - started)
+                header = await self._header(link)
+                if not began:
+                    began = self.loop.time()
+                    holder.pace.answered(began - started, began)
                 one = batch.arrive(await self._receive(link, batch.left[0], *header))
+                nbytes += header[1]
                 holder.breaker.succeeded()
-                holder.pace.received(header[1], self.loop.time() - began)
                 if one.fetched.held is not None:
                     self.counters.fetch_seconds.observe(self.loop.time() - started)
                 early = len(batch.arrived) == TOLD_TOGETHER or one.nbytes > TOLD_TOGETHER_BYTES
@@ -336,7 +358,10 @@ class Fetcher:
         except BaseException:
             link.abort()
             raise
-        holder.links.append((link, self.loop.time()))
+        ended = self.loop.time()
+        holder.pace.received(nbytes, ended - began, ended)
+        holder.doubts.succeeded()
+        holder.links.append((link, ended))
 
     async def _request(self, link: FramedSocket, wanted: Iterable[Wanted]) -> None:
         items = [[*one.address, one.source[0].boot, one.source[0].generation] for one in wanted]
@@ -458,10 +483,10 @@ class Fetcher:
         return item
 
 
-def _soonest(holders: Sequence[Holder], nbytes: int) -> int:
+def _soonest(holders: Sequence[Holder], nbytes: int, now: float) -> int:
     """The position of the one to ask for so many bytes: see `Fetcher._choose`."""
-    fails = [not holder.breaker.allows() for holder in holders]
-    seconds = [holder.expected_seconds(nbytes) for holder in holders]
+    fails = [not (holder.breaker.allows() and holder.doubts.allows()) for holder in holders]
+    seconds = [holder.expected_seconds(nbytes, now) for holder in holders]
     alive = [took for took, failing in zip(seconds, fails, strict=True) if not failing]
     same = SAME_FACTOR * min(alive, default=0.0) + SAME_SECONDS
 

@@ -248,9 +248,12 @@ class FrameReader:
             while not self._ended:
                 now = time.monotonic()
                 left = min(self._silent_since - now, 0.0) + self._silence_seconds
-                if left <= 0:
+                if left <= 0 and self._link.wait_readable(0.0):  # it was this process that slept
+                    self.resume_thread()
+                    self._read_if_ready()
+                elif left <= 0:
                     raise PipeTimeout(f"the other end sent nothing for {self._silence_seconds:g} s")
-                if self._flush_due is not None and self._flush_due <= now:
+                elif self._flush_due is not None and self._flush_due <= now:
                     self._flush()
                 elif self._wait(min(left, (self._flush_due or math.inf) - now)):
                     self._read_if_ready()

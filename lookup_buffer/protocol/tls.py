@@ -261,7 +261,11 @@ def check_names(stream: TlsSocket, node: str) -> None:
 def name_refusal(stream: TlsSocket, node: str) -> str:
     """Why the certificate of the other end is not that of `node`; empty if it is."""
     names = _names(stream.getpeercert())
-    return "" if node in names else f"the certificate is of {_listed(names)}, not of {node}"
+    return (
+        ""
+        if node in names and node != READER
+        else f"the certificate is of {_listed(names)}, not of {node}"
+    )
 
 
 def is_reader(stream: TlsSocket) -> bool:
@@ -323,9 +327,10 @@ def _contexts(files: TlsFiles, node: str, *, read_only: bool) -> _Contexts:
 
 
 def _authority_expires(dials: ssl.SSLContext, own: dict[str, Any]) -> float:
-    """The last that expires of those that may have signed this node's certificate; its own end,
-    where the file has no authority but the certificate itself."""
-    signers = [one for one in dials.get_ca_certs() if one["subject"] == own["issuer"]] or [own]
+    """When the last of those expires that may have signed this node's certificate; or when that
+    does, where the file lists only certificates that may sign none."""
+    known = dials.get_ca_certs()
+    signers = [one for one in known if one["subject"] == own["issuer"]] or known or [own]
     return max(ssl.cert_time_to_seconds(str(one["notAfter"])) for one in signers)
 
 

@@ -127,7 +127,9 @@ def test_a_reader_loads_and_neither_claims_nor_stores(buffer: LedgerBuffer) -> N
 
 def test_an_engine_that_only_stores_is_no_reader(buffer: LedgerBuffer) -> None:
     config = vllm_config("ec_producer", read_only=True, store_url="redis://h:6379")
-    with pytest.raises(ConfigError, match="'read_only' is on, and this engine is an ec_producer"):
+    with pytest.raises(
+        ConfigError, match="'read_only' is on, and this engine has the role ec_producer"
+    ):
         LookupBufferECConnector(config, ECConnectorRole.SCHEDULER)
 
 

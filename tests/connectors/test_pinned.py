@@ -33,10 +33,14 @@ def counters() -> Counters:
     return Counters()
 
 
+ARENAS: dict[str, bytearray] = {}
+"""By boot: where its arena is mapped now."""
+
+
 def _of(boot: str) -> memoryview:
     if boot == "lost":
         raise NodeUnavailable("the node was lost again")
-    return memoryview(boot.encode())
+    return memoryview(ARENAS.setdefault(boot, bytearray(boot.encode())))
 
 
 @pytest.fixture
@@ -54,15 +58,25 @@ def test_the_arena_of_the_last_start_is_pinned_once(arena: PinnedArena, pins: Pi
     assert pins.pinned == []
 
 
-def test_an_arena_that_is_gone_is_let_go_and_the_next_one_pinned(
+def test_the_next_arena_takes_the_place_of_the_one_that_is_gone(
     arena: PinnedArena, pins: Pins, counters: Counters
 ) -> None:
     arena.follow("one")
     arena.follow("lost")
-    assert pins.pinned == []
+    assert pins.pinned == [b"one"], "nothing came in its place"
     arena.follow("two")
+    arena.follow("one")  # of a load that was ordered before
     assert pins.pinned == [b"two"]
     assert counters.totals() == {}
+
+
+def test_an_arena_that_is_mapped_elsewhere_is_pinned_there(arena: PinnedArena, pins: Pins) -> None:
+    arena.follow("again")
+    former, ARENAS["again"] = ARENAS["again"], bytearray(b"again")
+    arena.follow("again")
+    arena.follow("again")
+    assert (pins.tried, pins.pinned) == ([b"again", b"again"], [b"again"])
+    del former
 
 
 def test_a_refusal_is_counted_once_for_a_start(

@@ -40,7 +40,7 @@ def guarded(module_nodes: StartNode) -> NodeProcess:
     return node
 
 
-def test_the_process_inherits_no_secret_of_nodes(
+def test_the_process_does_not_inherit_the_token(
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOOKUP_BUFFER_TOKEN", "t" * 16)

@@ -99,7 +99,7 @@ def test_readers_that_do_not_read_delay_no_other(
 ) -> None:
     async def test(bench: Bench) -> None:
         large = [NAMESPACE, "large", "boot", bench.insert("large", 16 * MIB)]
-        slow = [await bench.reader() for _ in range(20)]
+        slow = [await bench.reader() for _ in range(peers.LINKS_PER_CLIENT - 1)]
         for link in slow:
             link.send({"op": "get", "items": [large]}, timeout=5.0)
         await bench.until(lambda: bench.pins() == len(slow))

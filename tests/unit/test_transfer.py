@@ -21,6 +21,7 @@ from lookup_buffer.node.transfer import (
     AT_ONCE_BYTES,
     FETCH_OWNER,
     LINKS_MAX,
+    PACE_SECONDS,
     PAUSE_SECONDS_MIN,
     TIMEOUTS_MAX,
     Fetched,
@@ -233,16 +234,17 @@ def test_a_silent_holder_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPat
 
 def holder(answer_seconds: float = 0.0, bytes_per_second: float = 0.0, users: int = 0) -> Holder:
     """One that was measured once, or never."""
-    made = Holder(Breaker(lambda: 0.0, 1, 1.0, 1.0), used_at=0.0, users=users)
+    breaker, doubts = (Breaker(lambda: 0.0, 1, 1.0, 1.0) for _ in range(2))
+    made = Holder(breaker, doubts, used_at=0.0, users=users)
     if answer_seconds:
-        made.pace.answered(answer_seconds)
+        made.pace.answered(answer_seconds, 0.0)
     if bytes_per_second:
-        made.pace.received(2 * AT_ONCE_BYTES, 2 * AT_ONCE_BYTES / bytes_per_second)
+        made.pace.received(2 * AT_ONCE_BYTES, 2 * AT_ONCE_BYTES / bytes_per_second, 0.0)
     return made
 
 
-def chosen(nbytes: int, *holders: Holder) -> set[int]:
-    return {transfer._soonest(holders, nbytes) for _ in range(100)}
+def chosen(nbytes: int, *holders: Holder, now: float = 0.0) -> set[int]:
+    return {transfer._soonest(holders, nbytes, now) for _ in range(100)}
 
 
 def test_a_fast_holder_is_asked_for_much_and_a_near_one_for_little() -> None:
@@ -267,10 +269,23 @@ def test_who_waits_for_a_fast_holder_may_be_served_by_a_slower_one() -> None:
     assert chosen(50 << 20, fast, slow) == {1}
 
 
-def test_a_holder_that_fails_comes_last() -> None:
+@pytest.mark.parametrize("of", ["breaker", "doubts"])
+def test_a_holder_that_failed_comes_last(of: str) -> None:
     fast, slow = holder(0.001, 1e9), holder(0.001, 1e6)
-    fast.breaker.failed()
+    getattr(fast, of).failed()
     assert chosen(50 << 20, fast, slow) == {1}
+    unknown = holder()
+    getattr(unknown, of).failed()
+    assert chosen(50 << 20, unknown, slow) == {1}
+
+
+def test_what_was_measured_long_ago_is_measured_again() -> None:
+    slow, fast = holder(0.001, 1e6), holder(0.001, 1e9)
+    fast.pace.received(2 * AT_ONCE_BYTES, 1e-3, PACE_SECONDS)
+    fast.pace.answered(0.001, PACE_SECONDS)
+    slow.pace.answered(0.001, PACE_SECONDS)  # by small items, which say nothing of its bytes
+    assert chosen(50 << 20, slow, fast, now=PACE_SECONDS - 1) == {1}
+    assert chosen(50 << 20, slow, fast, now=PACE_SECONDS + 1) == {0}
 
 
 def test_a_transfer_for_which_no_thread_is_free_fails_in_time(
