@@ -31,6 +31,7 @@ from typing import Any
 
 from benchmarks.node import SIZE, bytes_tensor, receive_bare, seconds, transfer, wait_until_gone
 from lookup_buffer import BufferConfig, LookupBuffer, Namespace, TensorKey
+from lookup_buffer.access import user_token
 from lookup_buffer.cli.certificates import Authority
 from lookup_buffer.config import TLS_FILES, TlsFiles
 from lookup_buffer.node.arena import Arena, Pin
@@ -98,7 +99,7 @@ class Holder:
         self, directory: Path, url: str, node: str, files: Mapping[str, TlsFiles] | None
     ) -> None:
         settings: dict[str, Any] = {}
-        credentials = Credentials()
+        credentials = Credentials(user_token())
         if files is not None:
             settings = dict(zip(TLS_FILES, files[node], strict=True))
             settings["listen"] = "tls://127.0.0.1:0"

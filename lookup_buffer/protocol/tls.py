@@ -26,6 +26,8 @@ from store.tls import TlsOptionError, file_stamp, tls_context
 
 RECORD_BYTES: Final = 16 << 10
 """Of one record."""
+SEND_BYTES: Final = 4 * RECORD_BYTES
+"""Of one send. With one record each, transfers were 15 % slower."""
 _SETTINGS: Final = dict(
     zip(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), TLS_FILES, strict=True)
 )
@@ -87,11 +89,11 @@ class TlsSocket(ssl.SSLSocket):
         return self.recv(bufsize, flags), [], 0, None
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Sends at most one record: OpenSSL would count more as sent only when all of it is, and so
+        """Sends at most SEND_BYTES: OpenSSL would count more as sent only when all of it is, and so
         nobody could see that a slow receiver makes progress."""
         move = super().send
-        with memoryview(data) as whole, whole[:RECORD_BYTES] as record:
-            return self._moved(lambda: move(record), socket.SO_SNDTIMEO, flags)
+        with memoryview(data) as whole, whole[:SEND_BYTES] as records:
+            return self._moved(lambda: move(records), socket.SO_SNDTIMEO, flags)
 
     def sendmsg(  # type: ignore[override]  # refused by the base class
         self, buffers: Iterable[Any], ancdata: Iterable[Any] = (), flags: int = 0
