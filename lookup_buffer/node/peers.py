@@ -12,7 +12,7 @@ used up, the longest idle connection is closed.
 
 import asyncio
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 
 HALF_OPEN_MAX: Final = 256
 HALF_OPEN_PER_HOST_MAX: Final = 128
-"""Bounds on connections whose handshake is not done; beyond them the oldest is dropped."""
+"""Bounds on connections whose handshake is not done; beyond them the oldest of the address that has
+most is dropped."""
 ACCEPTED_AT_ONCE: Final = 32
 LINKS_MIN: Final = 1024
 LINKS_PER_NODE: Final = 10
@@ -156,7 +157,8 @@ class PeerServer:
         if len(of_host) >= HALF_OPEN_PER_HOST_MAX:
             self._drop(of_host[0])
         elif len(self._greetings) >= HALF_OPEN_MAX:
-            self._drop(next(iter(self._greetings)))
+            ((crowded, _),) = Counter(self._greetings.values()).most_common(1)
+            self._drop(next(task for task, of in self._greetings.items() if of == crowded))
         task = self.loop.create_task(self._admit(stream))
         self._greetings[task] = host
         task.add_done_callback(lambda task: self._greetings.pop(task, None))
