@@ -18,6 +18,7 @@ READ_ONLY: Final = 0x08
 are."""
 
 BOOTS_MAX: Final = 8
+"""Former starts of the node that are remembered: a load that was ordered before may still come."""
 _cuda: Any = torch.cuda  # much of it has no types
 
 

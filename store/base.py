@@ -522,7 +522,7 @@ class Inspection(ABC):
 
     @abstractmethod
     async def allowed_writes(self) -> Sequence[str]:
-        """The writing commands of a node that a server allows."""
+        """The writing commands of a node that all servers allow."""
 
     @abstractmethod
     async def clock_ahead_seconds(self) -> float | None:

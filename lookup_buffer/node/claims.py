@@ -338,8 +338,7 @@ class Claims:
     reads: Reads
     registrar: Registrar
     counters: Counters
-    read_only: bool = False
-    """Whether no claim is taken, see `messages.CHANGES`."""
+    read_only: bool = False  # then no claim is taken: see `messages.CHANGES`
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     _sessions: defaultdict[Session, _Turns] = field(default_factory=lambda: defaultdict(_Turns))
 

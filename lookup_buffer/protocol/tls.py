@@ -172,8 +172,7 @@ class _Contexts(NamedTuple):
     expires: float = 0.0
     """When this node's certificate does, in seconds of the epoch."""
     authority_expires: float = 0.0
-    """The same of the authority that signed it; the first of all, if that is not in the file of
-    authorities."""
+    """The same of the authority that signed it: see `_authority_expires`."""
 
 
 class Tls:
@@ -263,11 +262,9 @@ def check_names(stream: TlsSocket, node: str) -> None:
 def name_refusal(stream: TlsSocket, node: str) -> str:
     """Why the certificate of the other end is not that of `node`; empty if it is."""
     names = _names(stream.getpeercert())
-    return (
-        ""
-        if node in names and node != READER
-        else f"the certificate is of {_listed(names)}, not of {node}"
-    )
+    if node in names and node != READER:
+        return ""
+    return f"the certificate is of {_listed(names)}, not of {node}"
 
 
 def is_reader(stream: TlsSocket) -> bool:
