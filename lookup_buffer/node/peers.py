@@ -15,6 +15,7 @@ import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 HALF_OPEN_MAX: Final = 256
 HALF_OPEN_PER_HOST_MAX: Final = 128
 """Bounds on connections whose handshake is not done; beyond them the oldest of the address that has
-most is dropped."""
+most is dropped. The addresses of one IPv6 network of 64 bits count as one: a host may have all."""
 ACCEPTED_AT_ONCE: Final = 32
 LINKS_MIN: Final = 1024
 LINKS_PER_NODE: Final = 10
@@ -150,7 +151,7 @@ class PeerServer:
                 self.loop.remove_reader(listener)
                 self.loop.call_later(RETRY_SECONDS, self._accept_more)
                 return
-            self._greet(stream, address[0])
+            self._greet(stream, _host_of(address[0]))
 
     def _greet(self, stream: socket.socket, host: str) -> None:
         of_host = [task for task, theirs in self._greetings.items() if theirs == host]
@@ -161,7 +162,13 @@ class PeerServer:
             self._drop(next(task for task, of in self._greetings.items() if of == crowded))
         task = self.loop.create_task(self._admit(stream))
         self._greetings[task] = host
-        task.add_done_callback(lambda task: self._greetings.pop(task, None))
+
+        def over(_: object) -> None:
+            self._greetings.pop(task, None)
+            if task.cancelled():
+                stream.close()  # it may not have begun
+
+        task.add_done_callback(over)
 
     def _drop(self, greeting: "asyncio.Task[None]") -> None:
         del self._greetings[greeting]
@@ -371,6 +378,14 @@ class Reader:
             if sent is not None:
                 return number, sent
         return len(replies), 0
+
+
+def _host_of(address: str) -> str:
+    """What bounds for one host count: an IPv4 address, or a network of 64 bits of IPv6."""
+    found = ip_address(address)
+    if found.version == 4:
+        return address
+    return str(found.ipv4_mapped or ip_network((int(found), 64), strict=False))
 
 
 def _asked_for(request: Any) -> list[Asked]:

@@ -24,6 +24,7 @@ from lookup_buffer.shm.index import (
     digest_of,
 )
 from nodes import MIB, NodeProcess, StartNode, key, wait_until
+from patience import scaled
 from servers import StartServer, flush
 
 pytestmark = pytest.mark.skipif(not IS_ORDERED, reason="the table stays empty on this machine")
@@ -237,6 +238,6 @@ def test_without_a_mirror_nothing_is_listed(start_pair: Callable[..., Pair]) -> 
     pair.there.insert(name, torch.ones(3))
     wait_until(lambda: pair.sees(name), 5.0)
     for _ in range(20):
-        assert pair.sees(name)
+        assert pair.here.has_caches([name], timeout=scaled(5.0)) == [True], "each asks the store"
         assert not pair.listed((name,))
         time.sleep(0.05)

@@ -1,21 +1,27 @@
 """Who can connect to a node's port from the network, and has no token; and what idle nodes cost."""
 
+import asyncio
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
+import pytest
 import torch
 
 from lookup_buffer.config import parse_tcp
-from lookup_buffer.protocol.auth import Purpose, connect
+from lookup_buffer.node import links
+from lookup_buffer.node.peers import HALF_OPEN_MAX, _host_of
+from lookup_buffer.protocol.auth import Purpose, client_dialogue, connect
+from lookup_buffer.protocol.framing import Frame, FrameDecoder, encode_frame
 from lookup_buffer.protocol.stream import FramedSocket
 from nodes import NodeProcess, StartNode, key, tensor_of, wait_until, with_store
 from patience import scaled
+from peer_servers import TOKEN, Bench, on_a_loop
 from store import NodeInfo, open_store
 
-TOKEN = "correct horse battery staple"
 FEW_PLACES = """
 from lookup_buffer.node import peers
 peers.LINKS_MIN, peers.LINKS_PER_NODE = 16, 0
@@ -79,6 +85,64 @@ def test_silent_strangers_keep_no_node_out(start_node: StartNode) -> None:
             assert tensor is not None
             assert torch.equal(tensor, tensor_of("s", 1000))
         assert len(crowd) > 200, "more came meanwhile"
+
+
+def stranger(port: int, address: str) -> socket.socket:
+    """A silent connection from that address of this host."""
+    one = socket.socket()
+    one.bind((address, 0))
+    one.connect(("127.0.0.1", port))
+    return one
+
+
+def test_a_crowd_from_three_addresses_ends_no_slow_handshake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links, "HANDSHAKE_SECONDS", 60.0)
+
+    async def crowded(bench: Bench) -> None:
+        port = parse_tcp(bench.endpoint)[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        purpose = Purpose("tensors", bench.endpoint, bench.location.node)
+        dialogue, frames = client_dialogue(TOKEN, purpose), FrameDecoder()
+
+        async def exchange(message: list[Any] | None) -> Any:
+            """Send it; returns the other end's next message."""
+            assert message is not None
+            writer.write(encode_frame(message))
+            received: list[Frame] = []
+            while not received:
+                data = await asyncio.wait_for(reader.read(65536), scaled(5.0))
+                assert data, "the node has closed it"
+                received = frames.feed(data)
+            return received[0].header
+
+        proof = dialogue.send(await exchange(next(dialogue, None)))
+        with ExitStack() as crowd:
+            for number in range(2 * HALF_OPEN_MAX):
+                crowd.enter_context(stranger(port, f"127.0.0.{2 + number % 3}"))
+                if number % 16 == 0:
+                    await asyncio.sleep(0)
+            await bench.until(lambda: len(bench.server._greetings) == HALF_OPEN_MAX)
+            with pytest.raises(StopIteration):
+                dialogue.send(await exchange(proof))
+        writer.close()
+
+    on_a_loop(crowded)
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:0:1:ffff::7", "2001:db8:0:1::/64"),
+        ("2001:db8:0:1::8", "2001:db8:0:1::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_an_ipv6_network_counts_as_one_host(address: str, host: str) -> None:
+    assert _host_of(address) == host
 
 
 def test_idle_neighbours_fill_no_node(start_node: StartNode) -> None:
