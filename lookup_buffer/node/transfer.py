@@ -14,21 +14,18 @@ and `takes`.
 import asyncio
 import logging
 import math
-import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-
-from xxhash import xxh3_64
 
 from lookup_buffer.errors import (
     BufferFull,
     CorruptTensor,
+    LookupBufferError,
     MaybeMissed,
     MissReason,
     NodeRefused,
-    PipeBroken,
     PipeError,
     PipeTimeout,
     ProtocolError,
@@ -37,51 +34,40 @@ from lookup_buffer.errors import (
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena, Item, Pin
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.links import TENSORS, Credentials, ThreadPool, dial
+from lookup_buffer.node.holders import (
+    BATCH_BYTES,
+    DOUBT_SECONDS_MAX,
+    PAUSE_SECONDS_MAX,
+    PAUSE_SECONDS_MIN,
+    TIMEOUTS_MAX,
+    Holder,
+    soonest,
+)
+from lookup_buffer.node.links import TENSORS, Credentials, dial
 from lookup_buffer.node.locate import Located
+from lookup_buffer.node.receive import Receiver
 from lookup_buffer.node.storage import Breaker
-from lookup_buffer.protocol.framing import Frame
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
-from lookup_buffer.times import PEER_ANSWER_SECONDS, PEER_IDLE_SECONDS, PEER_PROGRESS_SECONDS
+from lookup_buffer.times import PEER_IDLE_SECONDS
 from store import Location
 
-THREADS = 128
-"""Each receives from one holder at a time, so slow ones delay only what they are asked for."""
-LINKS_MAX = 4
-"""Connections to one node: so many of its batches are transferred at a time."""
 LINK_IDLE_SECONDS = 60.0
 """A connection that was not used for so long is closed."""
 assert LINK_IDLE_SECONDS < PEER_IDLE_SECONDS, "the requesting side closes first"
 
-BATCH_BYTES = 4 << 20
-"""Items of up to so many bytes are requested together: a round trip for each of them would cost
-more than their bytes. Larger ones are spread over the threads."""
 BATCH_MAX = 64
+PARTS_AHEAD = 2
+"""So many are requested ahead on a connection: when one has come, the next is on its way."""
+PARTS_PER_STREAM = 4
+"""Of a large item: few, since each costs a request; several, since connections differ in speed."""
 TOLD_TOGETHER = 8
 """So many small items that have come are settled together."""
 TOLD_TOGETHER_BYTES = 1 << 20
-AT_ONCE_BYTES = 256 << 10
-"""Up to so many bytes that have arrived are received on the loop: 50 µs, as long as a thread needs
-to begin."""
 _TOLD = (MissReason.CHECKSUM, MissReason.PEER_FAILED)
 """Failures that are written to the store; the record explains the others."""
 FETCH_OWNER = -1
 """Owner of the pin on a fetched item, until its readers have pinned it."""
-TIMEOUTS_MAX = LINKS_MAX
-"""After so many in a row, as many as a node is asked for at a time, it is asked for nothing for a
-while. One that refuses, or ends connections, costs no time."""
-PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.5, 2.0
-"""Bounds on that time."""
-DOUBT_SECONDS_MAX = 60.0
-"""Bound on how long a holder comes after all others, each time longer, once a transfer failed."""
-PACE_SECONDS = 60.0
-"""An average that is older counts as unknown."""
-NEWEST_SHARE = 0.25
-"""Of the last answer in the average of what a holder's answers took."""
-SAME_FACTOR, SAME_SECONDS = 2.0, 0.005
-"""Holders from which an item is expected within this factor of the fastest, or so much later, count
-as equally fast: other work on a host makes such a difference, too."""
 _log = logging.getLogger(__name__)
 
 Source = tuple[Location, str]
@@ -121,79 +107,11 @@ class Wanted:
     def nbytes(self) -> int:
         return self.located.record.nbytes if self.located.record else 0
 
-
-@dataclass(slots=True)
-class Average:
-    """A moving average; 0.0 while it is unknown."""
-
-    value: float = 0.0
-    measured_at: float = -math.inf
-
-    def at(self, now: float) -> float:
-        return self.value if now - self.measured_at < PACE_SECONDS else 0.0
-
-    def add(self, newest: float, now: float) -> None:
-        before = self.at(now)
-        self.value = before + NEWEST_SHARE * (newest - before) if before else newest
-        self.measured_at = now
-
-
-@dataclass(slots=True)
-class Pace:
-    """What a holder's answers took. What is unknown is expected to take no time."""
-
-    answer_seconds: Average = field(default_factory=Average)
-    """From a request until its first answer begins."""
-    byte_seconds: Average = field(default_factory=Average)
-    """For each byte of a batch, from its first answer on."""
-
-    def expected_seconds(self, nbytes: int, now: float) -> float:
-        return self.answer_seconds.at(now) + self.byte_seconds.at(now) * nbytes
-
-    def answered(self, seconds: float, now: float) -> None:
-        self.answer_seconds.add(seconds, now)
-
-    def received(self, nbytes: int, seconds: float, now: float) -> None:
-        if nbytes > AT_ONCE_BYTES:
-            self.byte_seconds.add(seconds / nbytes, now)
-
-
-@dataclass(slots=True, eq=False)
-class Holder:
-    """Another node, and the connections to it that are not in use."""
-
-    breaker: Breaker
-    """Of its timeouts."""
-    doubts: Breaker
-    """Of all its failures: until a pause is over it is asked only where no other is left."""
-    used_at: float
-    """When it was last asked; at first, when it was met."""
-    pace: Pace = field(default_factory=Pace)
-    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LINKS_MAX))
-    links: list[tuple[FramedSocket, float]] = field(default_factory=list)
-    """With the time of their last use."""
-    users: int = 0
-    """Batches that it is asked for, or that wait for a place."""
-
-    def expected_seconds(self, nbytes: int, now: float) -> float:
-        """Until so many bytes are here, behind what it is asked for already."""
-        return self.pace.expected_seconds(nbytes, now) * (1 + self.users / LINKS_MAX)
-
-    def idle_link(self) -> FramedSocket | None:
-        """A kept connection that is still usable. Unrequested input means that the peer closed
-        it, or that another boot listens there."""
-        while self.links:
-            link, _ = self.links.pop()
-            if not link.closed and not link.wait_readable(0.0):
-                return link
-            link.abort()
-        return None
-
-    def close_links(self, unused_since: float) -> None:
-        for link, used_at in self.links:
-            if used_at < unused_since:
-                link.close()
-        self.links = [one for one in self.links if one[1] >= unused_since]
+    @property
+    def request(self) -> list[object]:
+        """What its holder is asked for."""
+        location = self.source[0]
+        return [*self.address, location.boot, location.generation]
 
 
 @dataclass(slots=True, eq=False)
@@ -221,6 +139,22 @@ class Batch:
         return arrived
 
 
+@dataclass(slots=True, eq=False)
+class Parts:
+    """A large item that comes in parts, over several connections of one holder."""
+
+    wanted: Wanted
+    left: deque[range]
+    """The bytes that were not requested yet, or whose connection failed."""
+    item: Item | None = None
+    """Reserved when the first answer comes."""
+    checksum: int = 0
+
+
+class _Stale(LookupBufferError):
+    """The holder does not have the item any more."""
+
+
 @dataclass(slots=True)
 class Fetcher:
     loop: asyncio.AbstractEventLoop
@@ -231,7 +165,10 @@ class Fetcher:
     """By node, endpoint and whether hand-offs are fetched: these wait for no shared tensors, since
     their leases end."""
     _fetches: "set[asyncio.Task[None]]" = field(default_factory=set)
-    _threads: ThreadPool = field(default_factory=lambda: ThreadPool(THREADS, "lb-fetch"))
+    _receiver: Receiver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._receiver = Receiver(self.loop)
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Fetch each from the first holder that delivers; those of one holder are requested
@@ -245,7 +182,7 @@ class Fetcher:
 
     def tick(self) -> None:
         """Close connections and end threads that are not used. To be called now and then."""
-        self._threads.tick()
+        self._receiver.tick()
         since = self.loop.time() - LINK_IDLE_SECONDS
         for name, holder in list(self._holders.items()):
             holder.close_links(since)
@@ -257,7 +194,7 @@ class Fetcher:
             fetch.cancel()
         for holder in self._holders.values():
             holder.close_links(math.inf)
-        self._threads.close()
+        self._receiver.close()
 
     def _holder_of(self, one: Wanted, source: Source) -> Holder:
         location, endpoint = source
@@ -277,7 +214,7 @@ class Fetcher:
         all ask the same. One that was not measured for a while is asked first."""
         untried = one.untried
         holders = [self._holder_of(one, source) for source in untried]
-        chosen = 0 if len(holders) == 1 else _soonest(holders, one.nbytes, self.loop.time())
+        chosen = 0 if len(holders) == 1 else soonest(holders, one.nbytes, self.loop.time())
         one.tried.append(untried[chosen])
         return holders[chosen]
 
@@ -298,6 +235,8 @@ class Fetcher:
                     batch.fail(MissReason.PEER_FAILED, len(batch.left))
         except (BufferFull, TensorTooLarge):
             batch.fail(MissReason.NO_ROOM)
+        except _Stale:
+            batch.fail(MissReason.STALE)
         except CorruptTensor:
             batch.fail(MissReason.CHECKSUM)
         except ProtocolError:
@@ -320,17 +259,34 @@ class Fetcher:
             self._start(batch.left)
 
     async def _fetch_from(self, holder: Holder, batch: Batch) -> None:
+        first = batch.left[0]
+        streams = holder.streams_for(first.nbytes, self.loop.time()) if len(batch.left) == 1 else 1
+        if streams > 1:
+            batch.arrive(await self._fetch_in_parts(holder, first, streams))
+            return
+        receive = partial(self._receive_over, holder=holder, batch=batch)
+        await self._over_a_link(holder, first.source, receive, lambda: batch.has_begun)
+
+    async def _over_a_link(
+        self,
+        holder: Holder,
+        source: Source,
+        receive: Callable[[FramedSocket], Awaitable[None]],
+        has_begun: Callable[[], bool],
+    ) -> None:
+        """Await `receive` with a connection; if a kept one fails before anything has come, once
+        more with a new one."""
         if (link := holder.idle_link()) is not None:
             try:
-                await self._receive_over(link, holder, batch)
+                await receive(link)
                 return
             except PipeError:  # a kept connection may have ended, also silently, and others with it
-                if batch.has_begun:
+                if has_begun():
                     raise
                 holder.close_links(math.inf)
-        location, endpoint = batch.left[0].source
-        dialled = await dial(self.loop, location, endpoint, TENSORS, self.credentials)
-        await self._receive_over(dialled.framed(), holder, batch)
+        dialled = await dial(self.loop, *source, TENSORS, self.credentials)
+        holder.version = dialled.version
+        await receive(dialled.framed())
 
     async def _receive_over(self, link: FramedSocket, holder: Holder, batch: Batch) -> None:
         """Request the batch and receive it. What comes early is settled before the rest comes.
@@ -340,9 +296,9 @@ class Fetcher:
         """
         started, began, nbytes = self.loop.time(), 0.0, 0
         try:
-            await self._request(link, batch.left)
+            await self._receiver.request(link, [one.request for one in batch.left])
             while batch.left:
-                header = await self._header(link)
+                header = await self._receiver.header(link)
                 if not began:
                     began = self.loop.time()
                     holder.pace.answered(began - started, began)
@@ -363,86 +319,114 @@ class Fetcher:
         holder.doubts.succeeded()
         holder.links.append((link, ended))
 
-    async def _request(self, link: FramedSocket, wanted: Iterable[Wanted]) -> None:
-        items = [[*one.address, one.source[0].boot, one.source[0].generation] for one in wanted]
-        request = {"op": "get", "items": items}
-        sent = link.send_nowait(request)
-        if sent is not None:
-            await self._on_thread(
-                link, partial(link.send, request, timeout=PEER_ANSWER_SECONDS, already_sent=sent)
-            )
-
     async def _receive(
         self, link: FramedSocket, one: Wanted, answer: object, nbytes: int
     ) -> Fetched:
         """What comes behind this header: the bytes, verified and in the arena, or `stale`."""
-        location = one.source[0]
-        if isinstance(answer, dict) and answer.get("status") == "stale":
+        if _is_stale(answer):
             return Fetched(None, MissReason.STALE)
-        header = self._checked(answer, nbytes, one.address, location)
-        item = self._reserve(one.address, header, location.node, one.loan)
-        item.device = one.located.record.device if one.located.record else ""
+        header = self._checked(answer, one)
+        if nbytes != header.tensor.nbytes:
+            raise ProtocolError("the length of the payload differs from its header")
+        item = self._reserve(one, header)
         try:
-            checksum = await self._payload(link, self.arena.bytes_of(item))
-            if checksum != header.checksum:
-                raise CorruptTensor(f"{location.node} sent bytes that do not match their checksum")
+            checksum = await self._receiver.payload(link, self.arena.bytes_of(item))
+            return self._commit(item, checksum, header.checksum)
         except BaseException:
             self.arena.abandon(item)
             raise
-        held = self.arena.commit(item, header.checksum, FETCH_OWNER)
-        self.counters.add("bytes_fetched", item.nbytes)
-        return Fetched(held)
 
-    async def _header(self, link: FramedSocket) -> Frame:
-        deadline = self.loop.time() + PEER_ANSWER_SECONDS
-        while link.peek() is None:
-            await self._readable(link, deadline)
-            if link.peek() is None:
-                link.check_peeked()
-        return link.recv_header(timeout=0.0)
-
-    async def _readable(self, link: FramedSocket, deadline: float) -> None:
-        readable: asyncio.Future[None] = self.loop.create_future()
-        descriptor = link.descriptor
-        self.loop.add_reader(descriptor, _set, readable)
-        try:
-            async with asyncio.timeout_at(deadline):
-                await readable
-        except TimeoutError as error:
-            raise PipeTimeout("the holder did not answer in time") from error
-        finally:
-            self.loop.remove_reader(descriptor)
-
-    async def _payload(self, link: FramedSocket, memory: memoryview) -> int:
-        """Receive into `memory`: what has arrived, which lets the holder send on until a thread
-        that receives the rest is awake. Returns the checksum."""
-        hasher = xxh3_64()
-        rest = memory[link.recv_available(memory[:AT_ONCE_BYTES], hasher) :]
-        if rest:
-            receive = partial(link.recv_into, rest, timeout=PEER_PROGRESS_SECONDS, hasher=hasher)
-            await self._on_thread(link, receive)
-        return hasher.intdigest()
-
-    async def _on_thread(self, link: FramedSocket, move: Callable[[], None]) -> None:
-        """Run `move`, which sends or receives on `link`. Also if cancelled, it has ended then.
+    async def _fetch_in_parts(self, holder: Holder, one: Wanted, streams: int) -> Fetched:
+        """Fetch an item over several connections: one is as fast as its window allows, and slow for
+        long after it has lost packets.
 
         Raises:
-            PipeError: as `move`; or PipeBroken, if no thread was free in time.
+            LookupBufferError: it did not come.
         """
-        job = self._threads.submit(move)
-        moved = asyncio.wrap_future(job, loop=self.loop)
-        bound = self.loop.call_later(PEER_PROGRESS_SECONDS, job.cancel)  # unless it has begun
+        started = self.loop.time()
+        parts = Parts(one, _ranges(one.nbytes, streams * PARTS_PER_STREAM))
         try:
-            await asyncio.shield(moved)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if moved.cancelled() and task is not None and not task.cancelling():
-                raise PipeBroken("no thread was free in time") from None
-            link.abort()
-            await asyncio.wait([moved])
+            await self._receive_parts(holder, parts, streams)
+            assert parts.item is not None
+            checksum = await self._receiver.checksum(self.arena.bytes_of(parts.item))
+            fetched = self._commit(parts.item, checksum, parts.checksum)
+        except BaseException:
+            if parts.item is not None:
+                self.arena.abandon(parts.item)
             raise
+        ended = self.loop.time()
+        holder.pace.received(one.nbytes, ended - started, ended)
+        holder.doubts.succeeded()
+        self.counters.fetch_seconds.observe(ended - started)
+        return fetched
+
+    async def _receive_parts(self, holder: Holder, parts: Parts, streams: int) -> None:
+        """On the connection of the caller, and beside it on others, whose parts it receives if they
+        fail."""
+        beside = [self.loop.create_task(self._beside(holder, parts)) for _ in range(streams - 1)]
+        try:
+            while parts.left or beside:
+                await self._stream(holder, parts)
+                if beside:
+                    _, beside = await asyncio.wait(beside), []
         finally:
-            bound.cancel()
+            for stream in beside:
+                stream.cancel()
+            if beside:
+                await asyncio.wait(beside)
+
+    async def _beside(self, holder: Holder, parts: Parts) -> None:
+        holder.users += 1
+        try:
+            async with holder.places:
+                await self._stream(holder, parts)
+        except (LookupBufferError, ValueError) as error:
+            _log.debug("parts from %s come on other connections: %s", parts.wanted.source, error)
+        finally:
+            holder.users -= 1
+
+    async def _stream(self, holder: Holder, parts: Parts) -> None:
+        """Request and receive parts on one connection until none is left."""
+        came: list[range] = []
+
+        async def receive(link: FramedSocket) -> None:
+            await self._receive_over_stream(link, holder, parts, came)
+
+        await self._over_a_link(holder, parts.wanted.source, receive, lambda: bool(came))
+
+    async def _receive_over_stream(
+        self, link: FramedSocket, holder: Holder, parts: Parts, came: list[range]
+    ) -> None:
+        asked: deque[range] = deque()
+        started = self.loop.time()
+        try:
+            while parts.left or asked:
+                while parts.left and len(asked) < PARTS_AHEAD:
+                    asked.append(parts.left.popleft())
+                    bounds = asked[-1].start, len(asked[-1])
+                    await self._receiver.request(link, [[*parts.wanted.request, *bounds]])
+                answer, nbytes = await self._receiver.header(link)
+                if not came:
+                    holder.pace.answered(self.loop.time() - started, self.loop.time())
+                await self._receiver.part(link, self._memory_of(parts, asked[0], answer, nbytes))
+                holder.breaker.succeeded()
+                came.append(asked.popleft())
+        except BaseException:
+            link.abort()
+            parts.left.extendleft(reversed(asked))
+            raise
+        holder.links.append((link, self.loop.time()))
+
+    def _memory_of(self, parts: Parts, part: range, answer: object, nbytes: int) -> memoryview:
+        """Of the part that this answer announces; the first one reserves that of the whole."""
+        if _is_stale(answer):
+            raise _Stale
+        header = self._checked(answer, parts.wanted)
+        if nbytes != len(part) or header.tensor.nbytes != parts.wanted.nbytes:
+            raise ProtocolError("the length of the payload differs from what was requested")
+        if parts.item is None:
+            parts.item, parts.checksum = self._reserve(parts.wanted, header), header.checksum
+        return self.arena.bytes_of(parts.item)[part.start : part.stop]
 
     def _settle(self, arrived: Sequence[Wanted]) -> None:
         """Give these to those who wait, except what the next holder may deliver."""
@@ -458,42 +442,50 @@ class Fetcher:
             else:
                 one.done(one.fetched)
 
-    def _checked(
-        self, answer: object, nbytes: int, address: QualifiedKey, location: Location
-    ) -> PayloadHeader:
+    def _checked(self, answer: object, one: Wanted) -> PayloadHeader:
         """The peer's header, if it matches the request.
 
         Redis is only a hint; the holder's header and the bytes' checksum decide.
         """
+        location = one.source[0]
         fields = answer.get("payload") if isinstance(answer, dict) else None
         header = PayloadHeader.from_fields(fields, max_nbytes=self.arena.memory.nbytes)
-        if nbytes != header.tensor.nbytes:
-            raise ProtocolError("the length of the payload differs from its header")
-        if (header.namespace, header.key) != address or header.generation != location.generation:
+        if (
+            header.namespace,
+            header.key,
+        ) != one.address or header.generation != location.generation:
             raise CorruptTensor(f"{location.node} sent another tensor than requested")
         return header
 
-    def _reserve(self, address: QualifiedKey, header: PayloadHeader, node: str, loan: bool) -> Item:
-        ttl_seconds = None if header.ttl_ms is None else header.ttl_ms / 1000
+    def _reserve(self, one: Wanted, header: PayloadHeader) -> Item:
         item = self.arena.reserve(
-            address, header.tensor, origin=node, ttl_seconds=ttl_seconds, loan=loan
+            one.address,
+            header.tensor,
+            origin=one.source[0].node,
+            ttl_seconds=None if header.ttl_ms is None else header.ttl_ms / 1000,
+            loan=one.loan,
         )
         if item is None:
             raise BufferFull("a client of this node is writing this key")
+        item.device = one.located.record.device if one.located.record else ""
         return item
 
+    def _commit(self, item: Item, checksum: int, expected: int) -> Fetched:
+        if checksum != expected:
+            raise CorruptTensor(f"{item.origin} sent bytes that do not match their checksum")
+        held = self.arena.commit(item, checksum, FETCH_OWNER)
+        self.counters.add("bytes_fetched", item.nbytes)
+        return Fetched(held)
 
-def _soonest(holders: Sequence[Holder], nbytes: int, now: float) -> int:
-    """The position of the one to ask for so many bytes: see `Fetcher._choose`."""
-    fails = [not (holder.breaker.allows() and holder.doubts.allows()) for holder in holders]
-    seconds = [holder.expected_seconds(nbytes, now) for holder in holders]
-    alive = [took for took, failing in zip(seconds, fails, strict=True) if not failing]
-    same = SAME_FACTOR * min(alive, default=0.0) + SAME_SECONDS
 
-    def order(n: int) -> tuple[bool, float, int, float]:
-        return fails[n], seconds[n] if seconds[n] > same else 0.0, holders[n].users, random.random()
+def _is_stale(answer: object) -> bool:
+    return isinstance(answer, dict) and answer.get("status") == "stale"
 
-    return min(range(len(holders)), key=order)
+
+def _ranges(nbytes: int, count: int) -> deque[range]:
+    """`nbytes` in at most `count` parts."""
+    step = -(-nbytes // count)
+    return deque(range(start, min(start + step, nbytes)) for start in range(0, nbytes, step))
 
 
 def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
@@ -508,8 +500,3 @@ def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
         nbytes += one.nbytes
     if batch:
         yield batch
-
-
-def _set(readable: "asyncio.Future[None]") -> None:
-    if not readable.done():
-        readable.set_result(None)

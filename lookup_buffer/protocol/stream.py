@@ -247,7 +247,7 @@ class FramedSocket:
             self._receive(buffer, _Progress(timeout), hasher)
             self._payload_left -= buffer.nbytes
 
-    def recv_available(self, buffer: memoryview, hasher: Hasher) -> int:
+    def recv_available(self, buffer: memoryview, hasher: Hasher | None = None) -> int:
         """As `recv_into`, but only what has arrived; returns its number of bytes. Never waits."""
         with self._guard:
             got = self._unread(buffer)
@@ -257,7 +257,8 @@ class FramedSocket:
                     if read == 0:
                         raise _ended(within_frame=True)
                     got += read
-            hasher.update(buffer[:got])
+            if hasher is not None:
+                hasher.update(buffer[:got])
             self._payload_left -= got
         return got
 

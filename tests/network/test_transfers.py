@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lookup_buffer import TensorKey
-from lookup_buffer.node.transfer import LINKS_MAX
+from lookup_buffer.node.holders import LINKS_MAX
 from lookup_buffer.times import PEER_PROGRESS_SECONDS
 from network import MakeNetwork, equal
 from nodes import MIB, key, wait_until
@@ -68,6 +68,23 @@ def test_many_tensors_over_a_long_way_share_few_connections(make_network: MakeNe
             for one, (_, tensor) in zip(found, items, strict=True)
         )
         assert 0 < network.kill("a", "b", "drop") <= LINKS_MAX
+
+
+def test_a_large_tensor_over_a_long_way_comes_on_several_connections(
+    make_network: MakeNetwork,
+) -> None:
+    network = make_network("a", "b")
+    a, b = network.node("a"), network.node("b")
+    with a.client() as here, b.client() as there:
+        ((first, _), (large, tensor)) = [
+            *network.put(here, 1, 1000),
+            *network.put(here, 1, 24 * MIB),
+        ]
+        network.wait_for(there, [first, large])
+        network.set_both("a", "b", delay=10)
+        assert there.select(first, timeout=10.0) is not None, "so it is known how far the holder is"
+        assert equal(there.select(large, timeout=30.0), tensor)
+        assert 1 < network.kill("a", "b", "drop") < LINKS_MAX
 
 
 def test_a_rate_that_falls_fails_nothing(make_network: MakeNetwork) -> None:

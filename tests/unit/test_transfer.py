@@ -11,24 +11,23 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from lookup_buffer.errors import PipeBroken, PipeTimeout
-from lookup_buffer.node import transfer
+from lookup_buffer.node import receive, transfer
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.links import Credentials
-from lookup_buffer.node.locate import Located
-from lookup_buffer.node.storage import Breaker
-from lookup_buffer.node.transfer import (
-    AT_ONCE_BYTES,
-    FETCH_OWNER,
+from lookup_buffer.node.holders import (
     LINKS_MAX,
     PACE_SECONDS,
     PAUSE_SECONDS_MIN,
     TIMEOUTS_MAX,
-    Fetched,
-    Fetcher,
     Holder,
-    Wanted,
+    soonest,
 )
+from lookup_buffer.node.links import Credentials
+from lookup_buffer.node.locate import Located
+from lookup_buffer.node.receive import AT_ONCE_BYTES
+from lookup_buffer.node.storage import Breaker
+from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
+from lookup_buffer.protocol.auth import PROTOCOL_VERSION
 from lookup_buffer.protocol.header import PayloadHeader, TensorHeader
 from store import Location, Record
 
@@ -104,6 +103,8 @@ class Link:
 
 
 class Dialled:
+    version = PROTOCOL_VERSION
+
     def __init__(self, link: Link) -> None:
         self._link = link
 
@@ -244,7 +245,7 @@ def holder(answer_seconds: float = 0.0, bytes_per_second: float = 0.0, users: in
 
 
 def chosen(nbytes: int, *holders: Holder, now: float = 0.0) -> set[int]:
-    return {transfer._soonest(holders, nbytes, now) for _ in range(100)}
+    return {soonest(holders, nbytes, now) for _ in range(100)}
 
 
 def test_a_fast_holder_is_asked_for_much_and_a_near_one_for_little() -> None:
@@ -291,18 +292,18 @@ def test_what_was_measured_long_ago_is_measured_again() -> None:
 def test_a_transfer_for_which_no_thread_is_free_fails_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfer, "THREADS", 1)
-    monkeypatch.setattr(transfer, "PEER_PROGRESS_SECONDS", 0.1)
+    monkeypatch.setattr(receive, "THREADS", 1)
+    monkeypatch.setattr(receive, "PEER_PROGRESS_SECONDS", 0.1)
     monkeypatch.setattr(Link, "recv_available", lambda *_: 0)
     goes_on = threading.Event()
 
-    def receive(link: Link, buffer: memoryview, *, timeout: float, hasher: Any) -> None:
+    def recv_into(link: Link, buffer: memoryview, *, timeout: float, hasher: Any) -> None:
         if link.key == "slow":
             goes_on.wait(20.0)
         buffer[:] = bytes_of(link.key)
         hasher.update(buffer)
 
-    monkeypatch.setattr(Link, "recv_into", receive)
+    monkeypatch.setattr(Link, "recv_into", recv_into)
 
     async def test() -> None:
         fetching = Fetching(monkeypatch, lambda _: "ok")
