@@ -15,8 +15,8 @@ import asyncio
 import logging
 import math
 import random
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -147,6 +147,10 @@ class Pace:
     byte_seconds: Average = field(default_factory=Average)
     """For each byte of a batch, from its first answer on."""
 
+    def is_known(self, nbytes: int, now: float) -> bool:
+        averages = [self.answer_seconds, self.byte_seconds]
+        return all(one.at(now) for one in (averages if nbytes > AT_ONCE_BYTES else averages[:1]))
+
     def expected_seconds(self, nbytes: int, now: float) -> float:
         return self.answer_seconds.at(now) + self.byte_seconds.at(now) * nbytes
 
@@ -173,11 +177,14 @@ class Holder:
     links: list[tuple[FramedSocket, float]] = field(default_factory=list)
     """With the time of their last use."""
     users: int = 0
-    """Batches that it is asked for, or that wait for a place."""
+    """Batches that it is asked for, or will be."""
 
     def expected_seconds(self, nbytes: int, now: float) -> float:
-        """Until so many bytes are here, behind what it is asked for already."""
-        return self.pace.expected_seconds(nbytes, now) * (1 + self.users / LINKS_MAX)
+        """Until so many bytes are here, if it is asked for nothing else. Endless while it is asked
+        for something and was not measured: what it is asked for will show how fast it is."""
+        if self.users and not self.pace.is_known(nbytes, now):
+            return math.inf
+        return self.pace.expected_seconds(nbytes, now)
 
     def idle_link(self) -> FramedSocket | None:
         """A kept connection that is still usable. Unrequested input means that the peer closed
@@ -200,10 +207,19 @@ class Holder:
 class Batch:
     """What is requested together of one holder."""
 
-    left: deque[Wanted]
+    holder: Holder
+    left: deque[Wanted] = field(default_factory=deque)
+    nbytes: int = 0
     arrived: list[Wanted] = field(default_factory=list)
     """What has come, or will not come from there, and was not settled yet."""
     has_begun: bool = False
+
+    def has_room(self, one: Wanted) -> bool:
+        return self.nbytes + one.nbytes <= BATCH_BYTES and len(self.left) < BATCH_MAX
+
+    def add(self, one: Wanted) -> None:
+        self.left.append(one)
+        self.nbytes += one.nbytes
 
     def arrive(self, fetched: Fetched) -> Wanted:
         """The result for the first one that is left."""
@@ -235,13 +251,14 @@ class Fetcher:
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Fetch each from the first holder that delivers; those of one holder are requested
-        together."""
-        by_holder: dict[Holder, list[Wanted]] = defaultdict(list)
+        together. What is assigned to a holder counts in the choice for the next ones."""
+        batches: dict[Holder, Batch] = {}
         for one in wanted:
-            by_holder[self._choose(one)].append(one)
-        for group in by_holder.values():
-            for batch in _batches(group):
-                self._start(batch)
+            holder = self._choose(one)
+            batch = batches.get(holder)
+            if batch is None or not batch.has_room(one):
+                batch = batches[holder] = self._start(holder)
+            batch.add(one)
 
     def tick(self) -> None:
         """Close connections and end threads that are not used. To be called now and then."""
@@ -274,22 +291,28 @@ class Fetcher:
     def _choose(self, one: Wanted) -> Holder:
         """Of the holders that were not tried, one from which it is expected soon; last, those that
         failed. Among equally fast ones that which is asked for least, or by chance: readers do not
-        all ask the same. One that was not measured for a while is asked first."""
+        all ask the same. One that was not measured for a while is asked first, for one item."""
         untried = one.untried
         holders = [self._holder_of(one, source) for source in untried]
         chosen = 0 if len(holders) == 1 else _soonest(holders, one.nbytes, self.loop.time())
         one.tried.append(untried[chosen])
         return holders[chosen]
 
-    def _start(self, wanted: Sequence[Wanted]) -> None:
-        task = self.loop.create_task(self._fetch(Batch(deque(wanted))))
+    def _start(self, holder: Holder, *wanted: Wanted) -> Batch:
+        """A batch, which is requested when the loop's next turn begins. Until then its holder may
+        be given more of it; its load counts from now on."""
+        batch = Batch(holder)
+        for one in wanted:
+            batch.add(one)
+        holder.users += 1
+        task = self.loop.create_task(self._fetch(batch))
         self._fetches.add(task)
         task.add_done_callback(self._fetches.discard)
+        return batch
 
     async def _fetch(self, batch: Batch) -> None:
         """Fetch a batch from one holder. What it does not deliver is fetched from the next ones."""
-        holder = self._holder_of(batch.left[0], batch.left[0].source)
-        holder.users += 1
+        holder = batch.holder
         try:
             async with holder.places:
                 if holder.breaker.allows():
@@ -317,7 +340,7 @@ class Fetcher:
             holder.used_at = self.loop.time()
         self._settle(batch.take_arrived())
         if batch.left:
-            self._start(batch.left)
+            self._start(holder, *batch.left)
 
     async def _fetch_from(self, holder: Holder, batch: Batch) -> None:
         if (link := holder.idle_link()) is not None:
@@ -453,8 +476,7 @@ class Fetcher:
             if reason in _TOLD:
                 self.counters.fetch_failed(one.address, reason, one.source[0].node)
             if held is None and reason != MissReason.NO_ROOM and one.untried:
-                self._choose(one)
-                self._start([one])
+                self._start(self._choose(one), one)
             else:
                 one.done(one.fetched)
 
@@ -487,27 +509,16 @@ def _soonest(holders: Sequence[Holder], nbytes: int, now: float) -> int:
     """The position of the one to ask for so many bytes: see `Fetcher._choose`."""
     fails = [not (holder.breaker.allows() and holder.doubts.allows()) for holder in holders]
     seconds = [holder.expected_seconds(nbytes, now) for holder in holders]
-    alive = [took for took, failing in zip(seconds, fails, strict=True) if not failing]
-    same = SAME_FACTOR * min(alive, default=0.0) + SAME_SECONDS
+    alive = [takes for takes, failing in zip(seconds, fails, strict=True) if not failing]
+    fastest = min(alive, default=0.0)
+    same = SAME_FACTOR * fastest + SAME_SECONDS
 
     def order(n: int) -> tuple[bool, float, int, float]:
-        return fails[n], seconds[n] if seconds[n] > same else 0.0, holders[n].users, random.random()
+        users = holders[n].users
+        alone = seconds[n] if seconds[n] > same else fastest
+        return fails[n], alone * (1 + users / LINKS_MAX), users, random.random()
 
     return min(range(len(holders)), key=order)
-
-
-def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """What is requested together of one holder."""
-    batch: list[Wanted] = []
-    nbytes = 0
-    for one in wanted:
-        if batch and (nbytes + one.nbytes > BATCH_BYTES or len(batch) == BATCH_MAX):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(one)
-        nbytes += one.nbytes
-    if batch:
-        yield batch
 
 
 def _set(readable: "asyncio.Future[None]") -> None:

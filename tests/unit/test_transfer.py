@@ -111,9 +111,12 @@ class Dialled:
         return self._link
 
 
-def wanted(key: str, done: Callable[[Fetched], None], holders: int = 1) -> Wanted:
+def wanted(
+    key: str, done: Callable[[Fetched], None], holders: int = 1, nbytes: int = NBYTES
+) -> Wanted:
+    """`nbytes`: as the record says."""
     address = (NAMESPACE, key)
-    record = Record(*address, "uint8", (NBYTES,), NBYTES, "tensor", 1.0)
+    record = Record(*address, "uint8", (nbytes,), nbytes, "tensor", 1.0)
     sources = tuple((Location(f"n{n}", "b", 1, 1), f"tcp://h{n}:1") for n in range(holders))
     return Wanted(address, Located(record, sources), done)
 
@@ -237,10 +240,14 @@ def holder(answer_seconds: float = 0.0, bytes_per_second: float = 0.0, users: in
     breaker, doubts = (Breaker(lambda: 0.0, 1, 1.0, 1.0) for _ in range(2))
     made = Holder(breaker, doubts, used_at=0.0, users=users)
     if answer_seconds:
-        made.pace.answered(answer_seconds, 0.0)
-    if bytes_per_second:
-        made.pace.received(2 * AT_ONCE_BYTES, 2 * AT_ONCE_BYTES / bytes_per_second, 0.0)
+        measure(made, answer_seconds, bytes_per_second, 0.0)
     return made
+
+
+def measure(one: Holder, answer_seconds: float, bytes_per_second: float, now: float) -> None:
+    one.pace.answered(answer_seconds, now)
+    if bytes_per_second:
+        one.pace.received(2 * AT_ONCE_BYTES, 2 * AT_ONCE_BYTES / bytes_per_second, now)
 
 
 def chosen(nbytes: int, *holders: Holder, now: float = 0.0) -> set[int]:
@@ -267,6 +274,63 @@ def test_a_holder_that_was_never_asked_is_asked_before_slow_ones() -> None:
 def test_who_waits_for_a_fast_holder_may_be_served_by_a_slower_one() -> None:
     fast, slow = holder(0.001, 1e9, users=4 * LINKS_MAX), holder(0.001, 0.3e9)
     assert chosen(50 << 20, fast, slow) == {1}
+
+
+BATCH = 64
+UNKNOWN = 0.0
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "busy", "least", "most"),
+    [
+        pytest.param([1e9, 1e9, 1e9], 0, [21, 21, 21], [22, 22, 22], id="equal"),
+        pytest.param([1e9, 0.8e9, 0.6e9], 0, [21, 21, 21], [22, 22, 22], id="equally fast"),
+        pytest.param([1e9, 1e9], 1, [31, 32], [32, 33], id="one is in use"),
+        pytest.param([1e9, 0.3e9], 0, [48, 10], [54, 16], id="a slower one relieves it"),
+        pytest.param([1e9, 0.05e9], 0, [64, 0], [64, 0], id="much slower"),
+        pytest.param([UNKNOWN, 1e9, 1e9], 0, [1, 30, 30], [2, 32, 32], id="one is not measured"),
+        pytest.param([UNKNOWN, UNKNOWN], 0, [32, 32], [32, 32], id="none is measured"),
+    ],
+)
+@pytest.mark.parametrize("nbytes", [8 << 20, 100 << 20])
+def test_large_items_of_one_call_are_spread(
+    monkeypatch: pytest.MonkeyPatch,
+    bytes_per_second: list[float],
+    busy: int,
+    least: list[int],
+    most: list[int],
+    nbytes: int,
+) -> None:
+    """`busy`: batches that the first holder is asked for already."""
+
+    async def test() -> None:
+        fetcher = Fetching(monkeypatch, lambda _: "ok").fetcher
+        count = len(bytes_per_second)
+        batch = [wanted(f"k{n}", print, count, nbytes) for n in range(BATCH)]
+        now = fetcher.loop.time()
+        holders = [fetcher._holder_of(batch[0], source) for source in batch[0].untried]
+        for one, speed in zip(holders, bytes_per_second, strict=True):
+            if speed != UNKNOWN:
+                measure(one, 0.001, speed, now)
+        holders[0].users = busy
+        fetcher.fetch(batch)
+        assigned = [sum(one.source[0].node == f"n{n}" for one in batch) for n in range(count)]
+        bounds = zip(least, assigned, most, strict=True)
+        assert all(low <= items <= high for low, items, high in bounds), assigned
+        fetcher.close()
+
+    asyncio.run(test())
+
+
+def test_a_holder_that_answers_is_asked_for_what_it_was_not_measured_with() -> None:
+    """Small items say nothing of how fast large ones come."""
+    slow, fast = holder(0.001), holder(0.001, 1e9)
+    assert chosen(50 << 20, slow, fast) == {0}
+    slow.users = 1
+    assert chosen(50 << 20, slow, fast) == {1}
+    assert chosen(1000, slow, fast) == {1}
+    fast.users = 2
+    assert chosen(1000, slow, fast) == {0}
 
 
 @pytest.mark.parametrize("of", ["breaker", "doubts"])
