@@ -169,7 +169,8 @@ class Holder:
     breaker: Breaker
     """Of its timeouts."""
     doubts: Breaker
-    """Of all its failures: until a pause is over it is asked only where no other is left."""
+    """Of all its failures when it was asked: until a pause is over it is asked only where no other
+    is left."""
     used_at: float
     """When it was last asked; at first, when it was met."""
     pace: Pace = field(default_factory=Pace)
@@ -312,10 +313,10 @@ class Fetcher:
 
     async def _fetch(self, batch: Batch) -> None:
         """Fetch a batch from one holder. What it does not deliver is fetched from the next ones."""
-        holder = batch.holder
+        holder, is_asked = batch.holder, False
         try:
             async with holder.places:
-                if holder.breaker.allows():
+                if is_asked := holder.breaker.allows():
                     await self._fetch_from(holder, batch)
                 else:
                     batch.fail(MissReason.PEER_FAILED, len(batch.left))
@@ -334,7 +335,7 @@ class Fetcher:
             _log.exception("a transfer failed; this is a bug, please report it")
             batch.fail(MissReason.PEER_FAILED, len(batch.left))
         finally:  # if cancelled, the node ends and no request waits
-            if any(one.fetched.reason in _TOLD for one in batch.arrived):
+            if is_asked and any(one.fetched.reason in _TOLD for one in batch.arrived):
                 holder.doubts.failed()
             holder.users -= 1
             holder.used_at = self.loop.time()

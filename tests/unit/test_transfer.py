@@ -235,6 +235,25 @@ def test_a_silent_holder_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPat
     asyncio.run(test())
 
 
+def test_a_holder_that_is_not_asked_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bound in ("PAUSE_SECONDS_MIN", "PAUSE_SECONDS_MAX"):
+        monkeypatch.setattr(transfer, bound, 600.0)
+
+    async def test() -> None:
+        fetching = Fetching(monkeypatch, lambda key: "timeout" if key == "silent" else "ok")
+        for _ in range(TIMEOUTS_MAX):
+            assert await fetching.fetch({"silent": 1}) == ["silent"]
+        (silent,) = fetching.fetcher._holders.values()
+        assert silent.doubts.failures == TIMEOUTS_MAX
+        for _ in range(3):
+            assert await fetching.fetch({"k": 1}) == ["k"]
+        assert len(fetching.links) == TIMEOUTS_MAX, "it was not asked"
+        assert silent.doubts.failures == TIMEOUTS_MAX
+        fetching.fetcher.close()
+
+    asyncio.run(test())
+
+
 def holder(answer_seconds: float = 0.0, bytes_per_second: float = 0.0, users: int = 0) -> Holder:
     """One that was measured once, or never."""
     breaker, doubts = (Breaker(lambda: 0.0, 1, 1.0, 1.0) for _ in range(2))
