@@ -3,10 +3,11 @@
 A batch of what one node has is requested together, on a connection that the loop has dialled and
 keeps. The loop reads headers and reserves memory; a thread (`lb-fetch`) receives bytes that are
 many or not here yet. The number of transfers is bounded, also for each node, so one that is not
-reached or slow delays only what it is asked for. A connection is closed at its first error. The
-header is compared with the request, and the checksum is computed on arrival; the item becomes
-visible only if both match. Of several holders a fast one is asked, by what its answers took. If it
-fails, the next is tried. Failures are counted, and those that a record does not explain are noted:
+reached or slow delays only what it is asked for. What waits for its turn has a deadline. A
+connection is closed at its first error. The header is compared with the request, and the checksum
+is computed on arrival; the item becomes visible only if both match. Of several holders a fast one
+is asked, by what its answers took. If it fails, the next is tried. Failures are counted, and those
+that a record does not explain are noted:
 `registrar` writes them to the store with its next beat, for `lookup-buffer why`. Called by `read`
 and `takes`.
 """
@@ -16,7 +17,8 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,10 +27,10 @@ from xxhash import xxh3_64
 from lookup_buffer.errors import (
     BufferFull,
     CorruptTensor,
+    LookupBufferError,
     MaybeMissed,
     MissReason,
     NodeRefused,
-    PipeBroken,
     PipeError,
     PipeTimeout,
     ProtocolError,
@@ -50,6 +52,9 @@ THREADS = 128
 """Each receives from one holder at a time, so slow ones delay only what they are asked for."""
 LINKS_MAX = 4
 """Connections to one node: so many of its batches are transferred at a time."""
+TURN_SECONDS = 60.0
+"""A batch waits at most so long for one of them, and so does a request that has no time of its own.
+Then the next holder is asked, or it is a miss: `busy`."""
 LINK_IDLE_SECONDS = 60.0
 """A connection that was not used for so long is closed."""
 assert LINK_IDLE_SECONDS < PEER_IDLE_SECONDS, "the requesting side closes first"
@@ -84,6 +89,11 @@ SAME_FACTOR, SAME_SECONDS = 2.0, 0.005
 as equally fast: other work on a host makes such a difference, too."""
 _log = logging.getLogger(__name__)
 
+
+class Busy(LookupBufferError):
+    """The transfer did not get its turn in time: the other side has not failed."""
+
+
 Source = tuple[Location, str]
 """A copy, and the endpoint of its node."""
 
@@ -105,6 +115,10 @@ class Wanted:
     located: Located
     done: Callable[[Fetched], None]
     loan: bool = False
+    waits: Callable[[bool], None] = lambda _: None
+    """Called on the loop with whether it waits for its turn at a holder."""
+    until: float = math.inf
+    """It does not wait for its turn after that, by the loop's clock."""
     tried: list[Source] = field(default_factory=list)
     """Holders that did not deliver it, and then the one that is asked."""
     fetched: Fetched = Fetched(None)
@@ -222,6 +236,10 @@ class Batch:
         self.left.append(one)
         self.nbytes += one.nbytes
 
+    def tell_waits(self, waits: bool) -> None:
+        for one in self.left:
+            one.waits(waits)
+
     def arrive(self, fetched: Fetched) -> Wanted:
         """The result for the first one that is left."""
         one = self.left.popleft()
@@ -315,11 +333,13 @@ class Fetcher:
         """Fetch a batch from one holder. What it does not deliver is fetched from the next ones."""
         holder, is_asked = batch.holder, False
         try:
-            async with holder.places:
+            async with self._turn(batch):
                 if is_asked := holder.breaker.allows():
                     await self._fetch_from(holder, batch)
                 else:
                     batch.fail(MissReason.PEER_FAILED, len(batch.left))
+        except Busy:
+            batch.fail(MissReason.BUSY, 1 if batch.has_begun else len(batch.left))
         except (BufferFull, TensorTooLarge):
             batch.fail(MissReason.NO_ROOM)
         except CorruptTensor:
@@ -342,6 +362,28 @@ class Fetcher:
         self._settle(batch.take_arrived())
         if batch.left:
             self._start(holder, *batch.left)
+
+    @asynccontextmanager
+    async def _turn(self, batch: Batch) -> AsyncIterator[None]:
+        """Wait until fewer than LINKS_MAX batches of its holder are transferred.
+
+        Raises:
+            Busy: this took too long.
+        """
+        places = batch.holder.places
+        if places.locked():
+            batch.tell_waits(True)
+        until = max(one.until for one in batch.left)
+        try:
+            async with asyncio.timeout_at(min(until, self.loop.time() + TURN_SECONDS)):
+                await places.acquire()
+        except TimeoutError as error:
+            raise Busy("other transfers from this holder took too long") from error
+        try:
+            batch.tell_waits(False)
+            yield
+        finally:
+            places.release()
 
     async def _fetch_from(self, holder: Holder, batch: Batch) -> None:
         if (link := holder.idle_link()) is not None:
@@ -451,7 +493,8 @@ class Fetcher:
         """Run `move`, which sends or receives on `link`. Also if cancelled, it has ended then.
 
         Raises:
-            PipeError: as `move`; or PipeBroken, if no thread was free in time.
+            PipeError: as `move`.
+            Busy: no thread was free in time.
         """
         job = self._threads.submit(move)
         moved = asyncio.wrap_future(job, loop=self.loop)
@@ -461,7 +504,7 @@ class Fetcher:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if moved.cancelled() and task is not None and not task.cancelling():
-                raise PipeBroken("no thread was free in time") from None
+                raise Busy("no thread was free in time") from None
             link.abort()
             await asyncio.wait([moved])
             raise

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from lookup_buffer.errors import PipeBroken, PipeTimeout
+from lookup_buffer.errors import MissReason, PipeBroken, PipeTimeout
 from lookup_buffer.node import transfer
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
@@ -254,6 +254,70 @@ def test_a_holder_that_is_not_asked_does_not_fail(monkeypatch: pytest.MonkeyPatc
     asyncio.run(test())
 
 
+async def crowded(fetching: Fetching, one: Wanted) -> Holder:
+    """The first holder of `one`, from which as many batches are transferred as may be."""
+    crowd = fetching.fetcher._holder_of(one, one.located.sources[0])
+    for _ in range(LINKS_MAX):
+        await crowd.places.acquire()
+    return crowd
+
+
+async def fetched(fetching: Fetching, one: Wanted, came: "asyncio.Future[Fetched]") -> str:
+    """The reason of the miss."""
+    fetching.fetcher.fetch([one])
+    async with asyncio.timeout(20.0):
+        result = await came
+    if result.held is not None:
+        fetching.arena.release([result.held.ticket], FETCH_OWNER)
+    return result.reason
+
+
+@pytest.mark.parametrize("bounded_by", ["who asks", "the default"])
+def test_the_wait_for_a_turn_is_bounded(monkeypatch: pytest.MonkeyPatch, bounded_by: str) -> None:
+    """What waits is told, as often as that changes; the holder has not failed."""
+    if bounded_by == "the default":
+        monkeypatch.setattr(transfer, "TURN_SECONDS", 0.05)
+
+    async def test() -> None:
+        fetching = Fetching(monkeypatch, lambda _: "ok")
+        waits: list[bool] = []
+
+        def want(key: str, seconds: float) -> tuple[Wanted, "asyncio.Future[Fetched]"]:
+            came: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
+            one = wanted(key, came.set_result)
+            one.waits, one.until = waits.append, fetching.fetcher.loop.time() + seconds
+            return one, came
+
+        one, came = want("k", 600.0 if bounded_by == "the default" else 0.05)
+        crowd = await crowded(fetching, one)
+        assert await fetched(fetching, one, came) == "busy"
+        assert (waits, fetching.links) == ([True], [])
+        assert (crowd.doubts.failures, crowd.breaker.failures, crowd.users) == (0, 0, 0)
+        crowd.places.release()
+        assert await fetched(fetching, *want("in time", -1.0)) == ""
+        assert waits == [True, False]
+        fetching.fetcher.close()
+
+    asyncio.run(test())
+
+
+def test_who_gets_no_turn_is_served_by_another_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "TURN_SECONDS", 0.05)
+
+    async def test() -> None:
+        fetching = Fetching(monkeypatch, lambda _: "ok")
+        came: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
+        one = wanted("k", came.set_result, 2)
+        await crowded(fetching, one)
+        _, other = (fetching.fetcher._holder_of(one, source) for source in one.located.sources)
+        other.doubts.failed()  # so it is asked last
+        assert await fetched(fetching, one, came) == ""
+        assert [location.node for location, _ in one.tried] == ["n0", "n1"]
+        fetching.fetcher.close()
+
+    asyncio.run(test())
+
+
 def holder(answer_seconds: float = 0.0, bytes_per_second: float = 0.0, users: int = 0) -> Holder:
     """One that was measured once, or never."""
     breaker, doubts = (Breaker(lambda: 0.0, 1, 1.0, 1.0) for _ in range(2))
@@ -397,7 +461,8 @@ def test_a_transfer_for_which_no_thread_is_free_fails_in_time(
         async with asyncio.timeout(10.0):
             while not others:
                 await asyncio.sleep(0.005)
-        assert others["k"].held is None
+        assert others["k"] == Fetched(None, MissReason.BUSY)
+        assert not any(one.doubts.failures for one in fetching.fetcher._holders.values())
         assert not slow.done()
         goes_on.set()
         async with asyncio.timeout(10.0):
