@@ -65,6 +65,11 @@ class Pace:
     byte_seconds: Average = field(default_factory=Average)
     """For each byte of a batch, from its first answer on."""
 
+    def is_known(self, nbytes: int, now: float) -> bool:
+        averages = [self.answer_seconds, self.byte_seconds]
+        has_size = nbytes > AVERAGED_BYTES_MIN
+        return all(one.at(now) for one in (averages if has_size else averages[:1]))
+
     def expected_seconds(self, nbytes: int, now: float) -> float:
         return self.answer_seconds.at(now) + self.byte_seconds.at(now) * nbytes
 
@@ -83,7 +88,8 @@ class Holder:
     breaker: Breaker
     """Of its timeouts."""
     doubts: Breaker
-    """Of all its failures: until a pause is over it is asked only where no other is left."""
+    """Of all its failures when it was asked: until a pause is over it is asked only where no other
+    is left."""
     used_at: float
     """When it was last asked; at first, when it was met."""
     pace: Pace = field(default_factory=Pace)
@@ -91,13 +97,16 @@ class Holder:
     links: list[tuple[FramedSocket, float]] = field(default_factory=list)
     """With the time of their last use."""
     users: int = 0
-    """Batches that it is asked for, or that wait for a place, and further connections for parts."""
+    """Batches that it is asked for, or will be, and further connections for parts."""
     version: int = 0
     """Of the protocol, on the last connection that was made."""
 
     def expected_seconds(self, nbytes: int, now: float) -> float:
-        """Until so many bytes are here, behind what it is asked for already."""
-        return self.pace.expected_seconds(nbytes, now) * (1 + self.users / LINKS_MAX)
+        """Until so many bytes are here, if it is asked for nothing else. Endless while it is asked
+        for something and was not measured: what it is asked for will show how fast it is."""
+        if self.users and not self.pace.is_known(nbytes, now):
+            return math.inf
+        return self.pace.expected_seconds(nbytes, now)
 
     def streams_for(self, nbytes: int, now: float) -> int:
         """On how many connections an item is to be fetched, of which the caller has one. Another
@@ -128,10 +137,13 @@ def soonest(holders: Sequence[Holder], nbytes: int, now: float) -> int:
     """The position of the one to ask for so many bytes: see `Fetcher._choose`."""
     fails = [not (holder.breaker.allows() and holder.doubts.allows()) for holder in holders]
     seconds = [holder.expected_seconds(nbytes, now) for holder in holders]
-    alive = [took for took, failing in zip(seconds, fails, strict=True) if not failing]
-    same = SAME_FACTOR * min(alive, default=0.0) + SAME_SECONDS
+    alive = [takes for takes, failing in zip(seconds, fails, strict=True) if not failing]
+    fastest = min(alive, default=0.0)
+    same = SAME_FACTOR * fastest + SAME_SECONDS
 
     def order(n: int) -> tuple[bool, float, int, float]:
-        return fails[n], seconds[n] if seconds[n] > same else 0.0, holders[n].users, random.random()
+        users = holders[n].users
+        alone = seconds[n] if seconds[n] > same else fastest
+        return fails[n], alone * (1 + users / LINKS_MAX), users, random.random()
 
     return min(range(len(holders)), key=order)

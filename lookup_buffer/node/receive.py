@@ -11,7 +11,7 @@ from typing import Final
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from lookup_buffer.errors import PipeBroken, PipeTimeout
+from lookup_buffer.errors import LookupBufferError, PipeTimeout
 from lookup_buffer.node.links import ThreadPool
 from lookup_buffer.protocol.framing import Frame
 from lookup_buffer.protocol.stream import FramedSocket, Hasher
@@ -22,6 +22,10 @@ THREADS: Final = 128
 AT_ONCE_BYTES: Final = 256 << 10
 """Up to so many bytes that have arrived are received on the loop: 50 µs, as long as a thread needs
 to begin."""
+
+
+class Busy(LookupBufferError):
+    """The transfer did not get its turn in time: the other side has not failed."""
 
 
 class Receiver:
@@ -93,7 +97,8 @@ class Receiver:
         """Run `move`, which `abort` ends early. Also if cancelled, it has ended then.
 
         Raises:
-            PipeError: as `move`; or PipeBroken, if no thread was free in time.
+            PipeError: as `move`.
+            Busy: no thread was free in time.
         """
         job = self._threads.submit(move)
         moved = asyncio.wrap_future(job, loop=self.loop)
@@ -103,7 +108,7 @@ class Receiver:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if moved.cancelled() and task is not None and not task.cancelling():
-                raise PipeBroken("no thread was free in time") from None
+                raise Busy("no thread was free in time") from None
             abort()
             await asyncio.wait([moved])
             raise

@@ -3,10 +3,11 @@
 A batch of what one node has is requested together, on a connection that the loop has dialled and
 keeps. The loop reads headers and reserves memory; a thread (`lb-fetch`) receives bytes that are
 many or not here yet. The number of transfers is bounded, also for each node, so one that is not
-reached or slow delays only what it is asked for. A connection is closed at its first error. The
-header is compared with the request, and the checksum is computed on arrival; the item becomes
-visible only if both match. Of several holders a fast one is asked, by what its answers took. If it
-fails, the next is tried. Failures are counted, and those that a record does not explain are noted:
+reached or slow delays only what it is asked for. What waits for its turn has a deadline. A
+connection is closed at its first error. The header is compared with the request, and the checksum
+is computed on arrival; the item becomes visible only if both match. Of several holders a fast one
+is asked, by what its answers took. If it fails, the next is tried. Failures are counted, and those
+that a record does not explain are noted:
 `registrar` writes them to the store with its next beat, for `lookup-buffer why`. Called by `read`
 and `takes`.
 """
@@ -14,8 +15,9 @@ and `takes`.
 import asyncio
 import logging
 import math
-from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -45,13 +47,16 @@ from lookup_buffer.node.holders import (
 )
 from lookup_buffer.node.links import TENSORS, Credentials, dial
 from lookup_buffer.node.locate import Located
-from lookup_buffer.node.receive import Receiver
+from lookup_buffer.node.receive import Busy, Receiver
 from lookup_buffer.node.storage import Breaker
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.times import PEER_IDLE_SECONDS
 from store import Location
 
+TURN_SECONDS = 60.0
+"""A batch waits at most so long for one of the holder's places, and so does a request that has no
+time of its own. Then the next holder is asked, or it is a miss: `busy`."""
 LINK_IDLE_SECONDS = 60.0
 """A connection that was not used for so long is closed."""
 assert LINK_IDLE_SECONDS < PEER_IDLE_SECONDS, "the requesting side closes first"
@@ -91,6 +96,10 @@ class Wanted:
     located: Located
     done: Callable[[Fetched], None]
     loan: bool = False
+    waits: Callable[[bool], None] = lambda _: None
+    """Called on the loop with whether it waits for its turn at a holder."""
+    until: float = math.inf
+    """It does not wait for its turn after that, by the loop's clock."""
     tried: list[Source] = field(default_factory=list)
     """Holders that did not deliver it, and then the one that is asked."""
     fetched: Fetched = Fetched(None)
@@ -118,10 +127,23 @@ class Wanted:
 class Batch:
     """What is requested together of one holder."""
 
-    left: deque[Wanted]
+    holder: Holder
+    left: deque[Wanted] = field(default_factory=deque)
+    nbytes: int = 0
     arrived: list[Wanted] = field(default_factory=list)
     """What has come, or will not come from there, and was not settled yet."""
     has_begun: bool = False
+
+    def has_room(self, one: Wanted) -> bool:
+        return self.nbytes + one.nbytes <= BATCH_BYTES and len(self.left) < BATCH_MAX
+
+    def add(self, one: Wanted) -> None:
+        self.left.append(one)
+        self.nbytes += one.nbytes
+
+    def tell_waits(self, waits: bool) -> None:
+        for one in self.left:
+            one.waits(waits)
 
     def arrive(self, fetched: Fetched) -> Wanted:
         """The result for the first one that is left."""
@@ -172,13 +194,14 @@ class Fetcher:
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Fetch each from the first holder that delivers; those of one holder are requested
-        together."""
-        by_holder: dict[Holder, list[Wanted]] = defaultdict(list)
+        together. What is assigned to a holder counts in the choice for the next ones."""
+        batches: dict[Holder, Batch] = {}
         for one in wanted:
-            by_holder[self._choose(one)].append(one)
-        for group in by_holder.values():
-            for batch in _batches(group):
-                self._start(batch)
+            holder = self._choose(one)
+            batch = batches.get(holder)
+            if batch is None or not batch.has_room(one):
+                batch = batches[holder] = self._start(holder)
+            batch.add(one)
 
     def tick(self) -> None:
         """Close connections and end threads that are not used. To be called now and then."""
@@ -211,28 +234,36 @@ class Fetcher:
     def _choose(self, one: Wanted) -> Holder:
         """Of the holders that were not tried, one from which it is expected soon; last, those that
         failed. Among equally fast ones that which is asked for least, or by chance: readers do not
-        all ask the same. One that was not measured for a while is asked first."""
+        all ask the same. One that was not measured for a while is asked first, for one item."""
         untried = one.untried
         holders = [self._holder_of(one, source) for source in untried]
         chosen = 0 if len(holders) == 1 else soonest(holders, one.nbytes, self.loop.time())
         one.tried.append(untried[chosen])
         return holders[chosen]
 
-    def _start(self, wanted: Sequence[Wanted]) -> None:
-        task = self.loop.create_task(self._fetch(Batch(deque(wanted))))
+    def _start(self, holder: Holder, *wanted: Wanted) -> Batch:
+        """A batch, which is requested when the loop's next turn begins. Until then its holder may
+        be given more of it; its load counts from now on."""
+        batch = Batch(holder)
+        for one in wanted:
+            batch.add(one)
+        holder.users += 1
+        task = self.loop.create_task(self._fetch(batch))
         self._fetches.add(task)
         task.add_done_callback(self._fetches.discard)
+        return batch
 
     async def _fetch(self, batch: Batch) -> None:
         """Fetch a batch from one holder. What it does not deliver is fetched from the next ones."""
-        holder = self._holder_of(batch.left[0], batch.left[0].source)
-        holder.users += 1
+        holder, is_asked = batch.holder, False
         try:
-            async with holder.places:
-                if holder.breaker.allows():
+            async with self._turn(batch):
+                if is_asked := holder.breaker.allows():
                     await self._fetch_from(holder, batch)
                 else:
                     batch.fail(MissReason.PEER_FAILED, len(batch.left))
+        except Busy:
+            batch.fail(MissReason.BUSY, 1 if batch.has_begun else len(batch.left))
         except (BufferFull, TensorTooLarge):
             batch.fail(MissReason.NO_ROOM)
         except _Stale:
@@ -250,13 +281,35 @@ class Fetcher:
             _log.exception("a transfer failed; this is a bug, please report it")
             batch.fail(MissReason.PEER_FAILED, len(batch.left))
         finally:  # if cancelled, the node ends and no request waits
-            if any(one.fetched.reason in _TOLD for one in batch.arrived):
+            if is_asked and any(one.fetched.reason in _TOLD for one in batch.arrived):
                 holder.doubts.failed()
             holder.users -= 1
             holder.used_at = self.loop.time()
         self._settle(batch.take_arrived())
         if batch.left:
-            self._start(batch.left)
+            self._start(holder, *batch.left)
+
+    @asynccontextmanager
+    async def _turn(self, batch: Batch) -> AsyncIterator[None]:
+        """Wait until fewer than LINKS_MAX batches of its holder are transferred.
+
+        Raises:
+            Busy: this took too long.
+        """
+        places = batch.holder.places
+        if places.locked():
+            batch.tell_waits(True)
+        until = max(one.until for one in batch.left)
+        try:
+            async with asyncio.timeout_at(min(until, self.loop.time() + TURN_SECONDS)):
+                await places.acquire()
+        except TimeoutError as error:
+            raise Busy("other transfers from this holder took too long") from error
+        try:
+            batch.tell_waits(False)
+            yield
+        finally:
+            places.release()
 
     async def _fetch_from(self, holder: Holder, batch: Batch) -> None:
         first = batch.left[0]
@@ -376,9 +429,11 @@ class Fetcher:
                 await asyncio.wait(beside)
 
     async def _beside(self, holder: Holder, parts: Parts) -> None:
+        if holder.places.locked():
+            return
         holder.users += 1
         try:
-            async with holder.places:
+            async with holder.places:  # without a wait
                 await self._stream(holder, parts)
         except (LookupBufferError, ValueError) as error:
             _log.debug("parts from %s come on other connections: %s", parts.wanted.source, error)
@@ -437,8 +492,7 @@ class Fetcher:
             if reason in _TOLD:
                 self.counters.fetch_failed(one.address, reason, one.source[0].node)
             if held is None and reason != MissReason.NO_ROOM and one.untried:
-                self._choose(one)
-                self._start([one])
+                self._start(self._choose(one), one)
             else:
                 one.done(one.fetched)
 
@@ -450,10 +504,8 @@ class Fetcher:
         location = one.source[0]
         fields = answer.get("payload") if isinstance(answer, dict) else None
         header = PayloadHeader.from_fields(fields, max_nbytes=self.arena.memory.nbytes)
-        if (
-            header.namespace,
-            header.key,
-        ) != one.address or header.generation != location.generation:
+        found = (header.namespace, header.key), header.generation
+        if found != (one.address, location.generation):
             raise CorruptTensor(f"{location.node} sent another tensor than requested")
         return header
 
@@ -486,17 +538,3 @@ def _ranges(nbytes: int, count: int) -> deque[range]:
     """`nbytes` in at most `count` parts."""
     step = -(-nbytes // count)
     return deque(range(start, min(start + step, nbytes)) for start in range(0, nbytes, step))
-
-
-def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """What is requested together of one holder."""
-    batch: list[Wanted] = []
-    nbytes = 0
-    for one in wanted:
-        if batch and (nbytes + one.nbytes > BATCH_BYTES or len(batch) == BATCH_MAX):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(one)
-        nbytes += one.nbytes
-    if batch:
-        yield batch

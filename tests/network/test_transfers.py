@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lookup_buffer import TensorKey
+from lookup_buffer import LookupTimeout, TensorKey
 from lookup_buffer.node.holders import LINKS_MAX
 from lookup_buffer.times import PEER_PROGRESS_SECONDS
 from network import MakeNetwork, equal
@@ -125,6 +125,24 @@ def test_a_hand_off_does_not_wait_for_slow_tensors(make_network: MakeNetwork) ->
         network.set("a", "b", rate=0)
         found = reading.result(scaled(60.0))
         assert all(isinstance(tensor, torch.Tensor) for tensor in found)
+
+
+def test_a_reader_waits_for_its_turn_no_longer_than_its_time(make_network: MakeNetwork) -> None:
+    network = make_network("a", "b")
+    a, b = (network.node(name, capacity_bytes=256 * MIB) for name in "ab")
+    with a.client() as here, b.client() as there, ThreadPoolExecutor(1) as pool:
+        items = network.put(here, LINKS_MAX + 1, 8 * MIB)
+        *keys, last = [one for one, _ in items]
+        network.wait_for(there, [*keys, last])
+        network.set("a", "b", rate=10)
+        reading = pool.submit(there.select_many, keys, timeout=60.0)
+        network.wait_for_bytes("a", "b", MIB, 10.0)
+        with pytest.raises(LookupTimeout, match="busy"):
+            there.select(last, timeout=1.0)
+        assert not reading.done()
+        network.set("a", "b", rate=0)
+        assert all(isinstance(tensor, torch.Tensor) for tensor in reading.result(scaled(60.0)))
+        assert equal(there.select(last, timeout=10.0), items[-1][1])
 
 
 def test_another_holder_delivers_what_a_cut_interrupted(make_network: MakeNetwork) -> None:
