@@ -17,7 +17,7 @@ from lookup_buffer.protocol.stream import FramedSocket
 LINKS_MAX = 4
 """Connections to one node: so many of its batches are transferred at a time."""
 PARTS_ANSWER_SECONDS = 0.002
-"""Where an answer takes at least so long, one connection is bounded by its window, and an item of
+"""Where each answer takes at least so long, one connection is bounded by its window, and an item of
 over BATCH_BYTES is requested in parts, on several."""
 BATCH_BYTES = 4 << 20
 """Items of up to so many bytes are requested together: a round trip for each of them would cost
@@ -31,6 +31,8 @@ DOUBT_SECONDS_MAX = 60.0
 """Bound on how long a holder comes after all others, each time longer, once a transfer failed."""
 PACE_SECONDS = 60.0
 """An average that is older counts as unknown."""
+LEAST_SECONDS = 10.0
+"""How long a least value stands before the next one replaces it, whatever that is."""
 AVERAGED_BYTES_MIN = 256 << 10
 """The time of fewer bytes says nothing of the time for each."""
 NEWEST_SHARE = 0.25
@@ -57,11 +59,28 @@ class Average:
 
 
 @dataclass(slots=True)
+class Least:
+    """The least of what was measured lately; 0.0 while it is unknown."""
+
+    value: float = 0.0
+    measured_at: float = -math.inf
+
+    def at(self, now: float) -> float:
+        return self.value if now - self.measured_at < PACE_SECONDS else 0.0
+
+    def add(self, newest: float, now: float) -> None:
+        if newest <= self.value or now - self.measured_at >= LEAST_SECONDS:
+            self.value, self.measured_at = newest, now
+
+
+@dataclass(slots=True)
 class Pace:
     """What a holder's answers took. What is unknown is expected to take no time."""
 
     answer_seconds: Average = field(default_factory=Average)
     """From a request until its first answer begins."""
+    least_answer_seconds: Least = field(default_factory=Least)
+    """Near the round trip, also if the hosts are busy."""
     byte_seconds: Average = field(default_factory=Average)
     """For each byte of a batch, from its first answer on."""
 
@@ -75,6 +94,7 @@ class Pace:
 
     def answered(self, seconds: float, now: float) -> None:
         self.answer_seconds.add(seconds, now)
+        self.least_answer_seconds.add(seconds, now)
 
     def received(self, nbytes: int, seconds: float, now: float) -> None:
         if nbytes > AVERAGED_BYTES_MIN:
@@ -111,7 +131,7 @@ class Holder:
     def streams_for(self, nbytes: int, now: float) -> int:
         """On how many connections an item is to be fetched, of which the caller has one. Another
         one is left to other batches."""
-        is_far = self.pace.answer_seconds.at(now) >= PARTS_ANSWER_SECONDS
+        is_far = self.pace.least_answer_seconds.at(now) >= PARTS_ANSWER_SECONDS
         if nbytes <= BATCH_BYTES or not is_far or self.version < VERSION_OF_PARTS:
             return 1
         return max(1, LINKS_MAX - self.users)

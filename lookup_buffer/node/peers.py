@@ -254,7 +254,8 @@ class PeerServer:
         nbytes = 0
         for one in asked:
             together.append(self._reply(one))
-            nbytes += together[-1].nbytes
+            held = together[-1].held
+            nbytes += 0 if held is None else held.item.nbytes  # it is pinned in full
             if nbytes >= TOGETHER_BYTES:
                 yield together
                 together, nbytes = [], 0

@@ -48,9 +48,11 @@ class Receiver:
             send = partial(link.send, request, timeout=PEER_ANSWER_SECONDS, already_sent=sent)
             await self._on_thread(send, link.abort)
 
-    async def header(self, link: FramedSocket) -> Frame:
-        """The next answer's header; its payload is received next."""
-        deadline = self.loop.time() + PEER_ANSWER_SECONDS
+    async def header(self, link: FramedSocket, *, has_begun: bool = False) -> Frame:
+        """The next answer's header; its payload is received next. `has_begun`: others of the same
+        transfer have come, so its bound is that of a transfer without progress."""
+        bound = PEER_PROGRESS_SECONDS if has_begun else PEER_ANSWER_SECONDS
+        deadline = self.loop.time() + bound
         while link.peek() is None:
             await self._readable(link, deadline)
             if link.peek() is None:

@@ -39,6 +39,7 @@ from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.holders import (
     BATCH_BYTES,
     DOUBT_SECONDS_MAX,
+    LINKS_MAX,
     PAUSE_SECONDS_MAX,
     PAUSE_SECONDS_MIN,
     TIMEOUTS_MAX,
@@ -171,10 +172,22 @@ class Parts:
     item: Item | None = None
     """Reserved when the first answer comes."""
     checksum: int = 0
+    coming: int = 0
+    """Parts that are requested and have not come."""
+    began: float = 0.0
+    """When the first answer came."""
+
+    def take(self) -> range:
+        self.coming += 1
+        return self.left.popleft()
+
+    def put_back(self, asked: deque[range]) -> None:
+        self.coming -= len(asked)
+        self.left.extendleft(reversed(asked))
 
 
 class _Stale(LookupBufferError):
-    """The holder does not have the item any more."""
+    """The holder does not have the item that the record describes."""
 
 
 @dataclass(slots=True)
@@ -408,7 +421,7 @@ class Fetcher:
                 self.arena.abandon(parts.item)
             raise
         ended = self.loop.time()
-        holder.pace.received(one.nbytes, ended - started, ended)
+        holder.pace.received(one.nbytes, ended - parts.began, ended)
         holder.doubts.succeeded()
         self.counters.fetch_seconds.observe(ended - started)
         return fetched
@@ -418,57 +431,66 @@ class Fetcher:
         fail."""
         beside = [self.loop.create_task(self._beside(holder, parts)) for _ in range(streams - 1)]
         try:
-            while parts.left or beside:
+            while parts.left or parts.coming:
                 await self._stream(holder, parts)
-                if beside:
-                    _, beside = await asyncio.wait(beside), []
-        finally:
+                while parts.coming and not parts.left:
+                    running = [stream for stream in beside if not stream.done()]
+                    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # one that is not connected yet has nothing to receive any more
             for stream in beside:
                 stream.cancel()
             if beside:
                 await asyncio.wait(beside)
 
     async def _beside(self, holder: Holder, parts: Parts) -> None:
+        """On a place that is free, until a batch waits for one."""
         if holder.places.locked():
             return
         holder.users += 1
         try:
-            async with holder.places:  # without a wait
-                await self._stream(holder, parts)
-        except (LookupBufferError, ValueError) as error:
-            _log.debug("parts from %s come on other connections: %s", parts.wanted.source, error)
+            async with holder.places:
+                await self._stream(holder, parts, gives_way=True)
+        except Exception:  # noqa: BLE001 -- the first connection receives these parts, or fails
+            _log.debug("parts come on other connections", exc_info=True)
         finally:
             holder.users -= 1
 
-    async def _stream(self, holder: Holder, parts: Parts) -> None:
+    async def _stream(self, holder: Holder, parts: Parts, *, gives_way: bool = False) -> None:
         """Request and receive parts on one connection until none is left."""
         came: list[range] = []
 
         async def receive(link: FramedSocket) -> None:
-            await self._receive_over_stream(link, holder, parts, came)
+            await self._receive_in_turn(link, holder, parts, came, gives_way)
 
         await self._over_a_link(holder, parts.wanted.source, receive, lambda: bool(came))
 
-    async def _receive_over_stream(
-        self, link: FramedSocket, holder: Holder, parts: Parts, came: list[range]
+    async def _receive_in_turn(
+        self, link: FramedSocket, holder: Holder, parts: Parts, came: list[range], gives_way: bool
     ) -> None:
         asked: deque[range] = deque()
         started = self.loop.time()
+
+        def goes_on() -> bool:
+            return bool(parts.left) and not (gives_way and holder.users > LINKS_MAX)
+
         try:
-            while parts.left or asked:
-                while parts.left and len(asked) < PARTS_AHEAD:
-                    asked.append(parts.left.popleft())
+            while asked or goes_on():
+                while len(asked) < PARTS_AHEAD and goes_on():
+                    asked.append(parts.take())
                     bounds = asked[-1].start, len(asked[-1])
                     await self._receiver.request(link, [[*parts.wanted.request, *bounds]])
-                answer, nbytes = await self._receiver.header(link)
+                answer, nbytes = await self._receiver.header(link, has_begun=bool(came))
                 if not came:
-                    holder.pace.answered(self.loop.time() - started, self.loop.time())
+                    now = self.loop.time()
+                    holder.pace.answered(now - started, now)
+                    parts.began = parts.began or now
                 await self._receiver.part(link, self._memory_of(parts, asked[0], answer, nbytes))
                 holder.breaker.succeeded()
                 came.append(asked.popleft())
+                parts.coming -= 1
         except BaseException:
             link.abort()
-            parts.left.extendleft(reversed(asked))
+            parts.put_back(asked)
             raise
         holder.links.append((link, self.loop.time()))
 
@@ -477,7 +499,9 @@ class Fetcher:
         if _is_stale(answer):
             raise _Stale
         header = self._checked(answer, parts.wanted)
-        if nbytes != len(part) or header.tensor.nbytes != parts.wanted.nbytes:
+        if header.tensor.nbytes != parts.wanted.nbytes:
+            raise _Stale
+        if nbytes != len(part):
             raise ProtocolError("the length of the payload differs from what was requested")
         if parts.item is None:
             parts.item, parts.checksum = self._reserve(parts.wanted, header), header.checksum

@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 import peer_servers
 from lookup_buffer.errors import MissReason, PipeBroken
-from lookup_buffer.node import holders
+from lookup_buffer.node import holders, peers, receive, transfer
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.holders import LINKS_MAX, PARTS_ANSWER_SECONDS, Holder
@@ -100,7 +100,7 @@ def far(
             gauges = one.arena.gauges()
             assert (gauges.reserved_bytes, gauges.pins) == (0, 0)
             await bench.until(lambda: bench.pins() == 0)
-            assert not one.fetcher._fetches
+            await bench.until(lambda: not one.fetcher._fetches)
         finally:
             one.close()
             await asyncio.sleep(0)
@@ -216,7 +216,64 @@ def test_a_record_with_another_size_fetches_nothing(far: Runs, error: int) -> No
     async def test(one: Far) -> None:
         key, generation, nbytes = inserted(one.bench)
         fetched = await one.fetch(key, generation, nbytes + error)
-        assert fetched == Fetched(None, MissReason.PEER_FAILED)
+        assert fetched == Fetched(None, MissReason.STALE), "as if it were of another item"
+
+    far(test)
+
+
+def test_connections_that_do_not_come_about_are_not_waited_for(
+    far: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(one: Far) -> None:
+        monkeypatch.setattr(transfer, "dial", lambda *_: asyncio.sleep(3600.0))
+        fetched = await one.fetch(*inserted(one.bench))
+        assert fetched.held is not None
+        assert len(one.links) == 1
+        one.arena.release([fetched.held.ticket], FETCH_OWNER)
+
+    far(test)
+
+
+def test_further_connections_give_way_to_what_waits(far: Runs) -> None:
+    async def test(one: Far) -> None:
+        async def slow(*_: object) -> None:
+            await asyncio.sleep(0.2)
+
+        one.before = slow
+        large = one.start(*inserted(one.bench))
+        await one.bench.until(lambda: len(one.links) == LINKS_MAX - 1)
+        (holder,) = one.fetcher._holders.values()
+        holder.users += 1
+        async with holder.places:  # the last one is in use
+            assert (await one.fetch("absent", 1, 10)).reason == MissReason.STALE
+        assert not large.done()
+        holder.users -= 1
+        fetched = await large
+        assert fetched.held is not None
+        one.arena.release([fetched.held.ticket], FETCH_OWNER)
+
+    far(test)
+
+
+def test_a_holder_that_stops_for_a_moment_in_the_middle_has_not_failed(
+    far: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receive, "PEER_ANSWER_SECONDS", 1.0)
+    answer = peers.Reader._answer
+    answers = 0
+
+    async def stop(reader: peers.Reader, replies: Any) -> None:
+        nonlocal answers
+        answers += 1
+        if answers > 6:
+            await asyncio.sleep(2.0 if answers == 7 else 0.0)
+        await answer(reader, replies)
+
+    async def test(one: Far) -> None:
+        monkeypatch.setattr(peers.Reader, "_answer", stop)
+        fetched = await one.fetch(*inserted(one.bench))
+        assert fetched.held is not None
+        one.arena.release([fetched.held.ticket], FETCH_OWNER)
 
     far(test)
 
