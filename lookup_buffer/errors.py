@@ -26,6 +26,7 @@ class MissReason(StrEnum):
     TIMEOUT = "timeout"
     NO_ROOM = "no_room"
     TAKEN = "taken"
+    BUSY = "busy"
     # From a node to an engine, or from a client that has no node.
     RANKS_NOT_ATTACHED = "ranks_not_attached"
     NODE_DOWN = "node_down"

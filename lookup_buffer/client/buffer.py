@@ -201,8 +201,9 @@ class LookupBuffer:
         """`select` many keys, in few round trips; for each its tensor, or why it is a miss.
 
         What other hosts hold is fetched in batches, while what has come is copied. `timeout` bounds
-        the wait for shared keys that no node holds yet; `out` has a tensor for each key. A fault of
-        the node, of Redis or of another node is a miss.
+        the wait for shared keys that no node holds yet, and as in `select` that for the turn of a
+        transfer; `out` has a tensor for each key. A fault of the node, of Redis or of another node
+        is a miss.
 
         Raises:
             CodecError: a tensor of `out` does not fit.
@@ -240,7 +241,8 @@ class LookupBuffer:
         was used before).
 
         A tensor that this host holds is copied without a request to the node. `timeout` bounds the
-        wait for the key to appear; a transfer in progress has a separate bound, by its size. After
+        wait for the key to appear, and for its turn if much is transferred from the node that has
+        it (without `timeout` a minute). A transfer in progress ends if nothing moves for 5 s. After
         an error the content of `out` is undefined.
 
         Raises:
@@ -352,6 +354,7 @@ class LookupBuffer:
         Returns when all have settled or `timeout` seconds have passed; a PENDING handle settles
         later. A key that no node holds is MISSING at once. With `wait_seconds` it is PENDING until
         it is published and fetched, for at most that time; a missing hand-off is MISSING at once.
+        A transfer waits for its turn as long, without `wait_seconds` a minute.
         The caller passes each handle to `release`, settled or not. Never raises for a fault of the
         node, of Redis or of another node: such handles are MISSING or FAILED with a reason.
         """

@@ -29,6 +29,8 @@ from lookup_buffer.times import CALL_SECONDS
 
 BATCH_MAX = 64
 """Keys of one request of `in_turn`: their tensors are pinned together."""
+SPENT_SECONDS = 1e-3
+"""For a request whose caller's time is over: 0 would mean that it had none."""
 AHEAD = 2
 """Requests of `in_turn` at a time: one is brought while another is read."""
 
@@ -71,18 +73,20 @@ class PendingPrefetches:
         """Prefetch `keys` in batches, of which at most AHEAD are not read yet; yields each handle
         once it has settled. Its pin may end when the next one is requested.
 
-        With `wait_seconds` shared keys that no node holds are waited for.
+        With `wait_seconds` shared keys that no node holds are waited for, and until then tensors of
+        other nodes wait for their turn to be transferred.
 
         Raises:
             NodeUnavailable: the node does not answer.
         """
-        until = time.monotonic() + clamped_seconds(wait_seconds)
+        seconds = clamped_seconds(wait_seconds)
+        until = time.monotonic() + seconds
         batches = [keys[start : start + BATCH_MAX] for start in range(0, len(keys), BATCH_MAX)]
         started: deque[PrefetchHandle] = deque()
         read: list[PrefetchHandle] = []
         try:
             for batch in batches:
-                left = max(0.0, until - time.monotonic())
+                left = max(SPENT_SECONDS, until - time.monotonic()) if seconds else 0.0
                 started += self.start(batch, 0.0, wait_seconds=left)
                 most = 0 if batch is batches[-1] else (AHEAD - 1) * BATCH_MAX
                 while len(started) > most:

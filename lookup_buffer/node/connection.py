@@ -3,7 +3,8 @@
 A `Connection` is one socket: a client's unix socket, or another node's TCP socket. It decodes
 frames, encodes replies and passes descriptors both ways (on a unix socket only). It never blocks.
 Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`: a remote end that does not read its
-replies is disconnected. Created by `server` (clients), `takes`, `handoffs` and `reachability`
+replies is disconnected, and so is another node that acknowledges nothing for
+PEER_PROGRESS_SECONDS. Created by `server` (clients), `takes`, `handoffs` and `reachability`
 (nodes).
 
 A `Session` has a client's connections, engine rank, and the requests that wait. It begins with
@@ -19,13 +20,15 @@ import struct
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from termios import TIOCOUTQ
 from typing import Any, TypeVar
 
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.node.closer import RECEIVED_MAX, Closer
 from lookup_buffer.protocol.framing import MAX_HEADER_BYTES, FrameDecoder, Macs, encode_frame
 from lookup_buffer.protocol.messages import Request
-from lookup_buffer.times import TRANSFER_TOLD_SECONDS
+from lookup_buffer.protocol.sockets import bytes_in_kernel, end_when_unanswered
+from lookup_buffer.times import PEER_PROGRESS_SECONDS, TRANSFER_TOLD_SECONDS
 
 READ_BYTES = 64 << 10
 OUTPUT_MAX_BYTES = 16 << 20
@@ -118,6 +121,7 @@ class Connection:
         self._open = True
         self._is_heard = True
         self._gathering = False
+        self._is_in_use = False
         self._requests = Tasks()
         self.pid, self.uid = _peer_of(sock) if sock.family == socket.AF_UNIX else (0, -1)
         sock.setblocking(False)
@@ -265,6 +269,10 @@ class Connection:
             self.end(error)
 
     def _flush(self) -> None:
+        if self._closer is None and not self._is_in_use:
+            self._is_in_use = True
+            end_when_unanswered(self._socket, PEER_PROGRESS_SECONDS)
+            self._loop.call_later(PEER_PROGRESS_SECONDS, self._check_use)
         try:
             while self._output:
                 sent = self._socket.send(self._output)
@@ -279,6 +287,16 @@ class Connection:
             self._output.clear()
         except OSError:
             self.end(None)
+
+    def _check_use(self) -> None:
+        """Once another node has acknowledged everything, its silence is bounded by keepalive."""
+        if not self._open:
+            return
+        if bytes_in_kernel(self._socket, TIOCOUTQ):
+            self._loop.call_later(PEER_PROGRESS_SECONDS, self._check_use)
+        else:
+            self._is_in_use = False
+            end_when_unanswered(self._socket)
 
     def _writable(self) -> None:
         self._loop.remove_writer(self._socket.fileno())

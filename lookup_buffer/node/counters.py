@@ -51,6 +51,7 @@ MISS_REASONS: Final = (
     MissReason.TIMEOUT,
     MissReason.NO_ROOM,
     MissReason.TAKEN,
+    MissReason.BUSY,
 )
 """The reasons of misses that a node counts."""
 FETCH_FAILURES: Final = (
@@ -58,6 +59,7 @@ FETCH_FAILURES: Final = (
     MissReason.CHECKSUM,
     MissReason.PEER_FAILED,
     MissReason.NO_ROOM,
+    MissReason.BUSY,
 )
 """Why a fetch from one source failed, whether or not another source had the tensor."""
 REMOVAL_REASONS: Final = (GoneReason.EVICTED, GoneReason.EXPIRED, GoneReason.INVALIDATED)

@@ -38,7 +38,7 @@ from lookup_buffer.protocol.auth import (
     server_dialogue,
 )
 from lookup_buffer.protocol.framing import MAGIC, FrameDecoder, Macs, encode_frame
-from lookup_buffer.protocol.sockets import enable_keepalive, end_when_unanswered, reset, tune
+from lookup_buffer.protocol.sockets import enable_keepalive, reset, tune
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.protocol.tls import (
     Tls,
@@ -49,7 +49,7 @@ from lookup_buffer.protocol.tls import (
     is_reader,
     name_refusal,
 )
-from lookup_buffer.times import PEER_CONNECT_SECONDS, PEER_PROGRESS_SECONDS
+from lookup_buffer.times import PEER_CONNECT_SECONDS
 from store import Location
 
 TENSORS: Final = "tensors"
@@ -258,7 +258,6 @@ async def _agree(
         stream.setblocking(False)
         tune(stream)
         enable_keepalive(stream)
-        end_when_unanswered(stream, PEER_PROGRESS_SECONDS)
         return await _run(loop, stream, dialogue)
     except NodeRefused:
         stream.close()

@@ -75,10 +75,24 @@ class Asked(NamedTuple):
     address: QualifiedKey
     boot: str
     generation: int
+    start: int = 0
+    nbytes: int | None = None
+    """Of a part; None: up to the end."""
 
 
-Reply = tuple[dict[str, Any], Pin | None]
-"""A header, and the pinned item whose bytes follow it."""
+class Reply(NamedTuple):
+    """A header, and the bytes that follow it, of an item that is pinned until they are sent."""
+
+    header: dict[str, Any]
+    held: Pin | None = None
+    payload: memoryview | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.payload is None else self.payload.nbytes
+
+
+STALE: Final = Reply({"status": "stale"})
 
 
 @dataclass(slots=True)
@@ -239,9 +253,9 @@ class PeerServer:
         together: list[Reply] = []
         nbytes = 0
         for one in asked:
-            held = self._hold(one)
-            together.append(({"status": "stale"} if held is None else self._header(held), held))
-            nbytes += 0 if held is None else held.item.nbytes
+            together.append(self._reply(one))
+            held = together[-1].held
+            nbytes += 0 if held is None else held.item.nbytes  # it is pinned in full
             if nbytes >= TOGETHER_BYTES:
                 yield together
                 together, nbytes = [], 0
@@ -249,7 +263,7 @@ class PeerServer:
             yield together
 
     def release(self, replies: Iterable[Reply]) -> None:
-        self.arena.release([held.ticket for _, held in replies if held is not None], PEER_OWNER)
+        self.arena.release([one.held.ticket for one in replies if one.held is not None], PEER_OWNER)
 
     def send_by_thread(
         self, sender: FramedSocket, replies: Sequence[Reply], already_sent: int
@@ -268,14 +282,21 @@ class PeerServer:
         job.add_done_callback(lambda _: call_from_thread(self.loop, self.release, replies))
         return job
 
-    def payload_of(self, held: Pin | None) -> memoryview | None:
-        return None if held is None else self.arena.bytes_of(held.item)
-
     def _send(self, sender: FramedSocket, replies: Sequence[Reply], already_sent: int) -> None:
-        for header, held in replies:
-            payload = self.payload_of(held)
-            sender.send(header, payload, timeout=PEER_PROGRESS_SECONDS, already_sent=already_sent)
+        for one in replies:
+            sender.send(
+                one.header, one.payload, timeout=PEER_PROGRESS_SECONDS, already_sent=already_sent
+            )
             already_sent = 0
+
+    def _reply(self, asked: Asked) -> Reply:
+        held = self._hold(asked)
+        if held is None:
+            return STALE
+        payload = self.arena.bytes_of(held.item)[asked.start :]
+        if asked.nbytes is not None:
+            payload = payload[: asked.nbytes]
+        return Reply(self._header(held), held, payload)
 
     def _header(self, held: Pin) -> dict[str, Any]:
         item = held.item
@@ -358,7 +379,7 @@ class Reader:
 
     async def _answer(self, replies: Sequence[Reply]) -> None:
         server = self._server
-        nbytes = sum(held.item.nbytes for _, held in replies if held is not None)
+        nbytes = sum(one.nbytes for one in replies)
         try:
             first, already_sent = self._send_at_once(replies)
         except BaseException:
@@ -373,8 +394,8 @@ class Reader:
     def _send_at_once(self, replies: Sequence[Reply]) -> tuple[int, int]:
         """Send what the socket takes, so that the reader need not wait until a thread is awake.
         Returns how many replies are sent, and how many bytes of the next one."""
-        for number, (header, held) in enumerate(replies):
-            sent = self._sender.send_nowait(header, self._server.payload_of(held))
+        for number, one in enumerate(replies):
+            sent = self._sender.send_nowait(one.header, one.payload)
             if sent is not None:
                 return number, sent
         return len(replies), 0
@@ -403,11 +424,13 @@ def _asked_for(request: Any) -> list[Asked]:
 
 
 def _asked(item: Any) -> Asked:
-    if not isinstance(item, list) or len(item) != 4:
-        raise ProtocolError("an item is [namespace, key, boot, generation]")
-    namespace, key, boot, generation = item
+    if not isinstance(item, list) or len(item) not in (4, 6):
+        raise ProtocolError("an item is [namespace, key, boot, generation], or that and a part")
+    namespace, key, boot, generation, *part = item
     if not is_fingerprint(namespace) or not is_key_text(key):
         raise ProtocolError("an item needs the fingerprint of a namespace, and the text of a key")
     if not is_text(boot) or not is_count(generation):
         raise ProtocolError("an item needs the text of a boot, and the number of a generation")
-    return Asked((namespace, key), boot, generation)
+    if not all(is_count(one) for one in part):
+        raise ProtocolError("a part is the number of its first byte, and how many it has")
+    return Asked((namespace, key), boot, generation, *part)

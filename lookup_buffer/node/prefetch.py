@@ -18,7 +18,7 @@ from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.read import NOTHING, Reads
-from lookup_buffer.node.transfer import Fetched
+from lookup_buffer.node.transfer import TURN_SECONDS, Fetched
 from lookup_buffer.protocol.messages import ClaimAll, Prefetch
 
 ENTRIES_MAX = 1024
@@ -32,10 +32,12 @@ be many."""
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """One prefetch. `indexes`: the positions of each key that is not answered yet."""
+    """One prefetch. `until`: how long it waits, by the loop's clock. `indexes`: the positions of
+    each key that is not answered yet."""
 
     session: Session
     request: Prefetch
+    until: float
     indexes: dict[QualifiedKey, list[int]] = field(default_factory=dict)
 
 
@@ -50,7 +52,9 @@ class Prefetches:
 
     def prefetch(self, session: Session, request: Prefetch) -> None:
         """Send the entries of what is here now, and bring the rest."""
-        pending = _Pending(session, request)
+        seconds = 0.0 if request.claimer else request.wait_seconds
+        until = self.reads.loop.time() + (seconds or TURN_SECONDS)
+        pending = _Pending(session, request, until)
         for index, key in enumerate(request.keys):
             pending.indexes.setdefault((request.namespace, key), []).append(index)
         here = [(address, NOTHING) for address in pending.indexes]
@@ -123,7 +127,7 @@ class Prefetches:
         self, pending: _Pending, addresses: Sequence[QualifiedKey], group: asyncio.TaskGroup
     ) -> None:
         """Bring these keys together, and then wait for each that no node has, in `group`."""
-        async for came in self.reads.bring_each(addresses):
+        async for came in self.reads.bring_each(addresses, pending.until):
             final = []
             for address, fetched in came:
                 if self._is_awaited(pending, address, fetched):
@@ -139,7 +143,8 @@ class Prefetches:
         is_missing = fetched.held is None and not self.reads.arena.holds(address)
         may_come = is_missing and fetched.reason != MissReason.NO_ROOM
         is_bounded = len(pending.session.awaiting) < AWAITED_MAX
-        return may_come and is_bounded and self._may_wait(pending, address)
+        has_time = self.reads.loop.time() < pending.until
+        return may_come and is_bounded and has_time and self._may_wait(pending, address)
 
     async def _await(self, pending: _Pending, address: QualifiedKey) -> None:
         def answer(fetched: Fetched) -> bool | None:
@@ -149,7 +154,8 @@ class Prefetches:
                 return True
             return None
 
-        found = await self.reads.bring(address, pending.request.wait_seconds, answer)
+        left = pending.until - self.reads.loop.time()
+        found = await self.reads.bring(address, left, answer)
         if isinstance(found, MissReason):
             self._answer(pending, [(address, Fetched(None, found))])
 

@@ -27,7 +27,7 @@ from lookup_buffer.node.connection import (
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.links import again_seconds
 from lookup_buffer.node.locate import Located, Locator, Waiting
-from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
+from lookup_buffer.node.transfer import FETCH_OWNER, TURN_SECONDS, Fetched, Fetcher, Wanted
 from lookup_buffer.protocol.messages import Contains, Select, Touch
 from lookup_buffer.times import CALL_SECONDS, NODE_SHARE
 
@@ -36,6 +36,9 @@ GRACE_SECONDS: Final = NODE_SHARE * CALL_SECONDS
 
 NOTHING: Final = Fetched(None)
 """Nothing came from another node; the key may have been inserted here."""
+_LATE: Final = Fetched(None, MissReason.BUSY)
+_AGAIN: Final = (MissReason.PEER_FAILED, MissReason.BUSY)
+"""Misses whose end is not notified: who waits tries again after a pause."""
 
 T = TypeVar("T")
 
@@ -50,8 +53,10 @@ class _Fetch:
     address: QualifiedKey
     readers: "list[_Reader]" = field(default_factory=list)
     has_begun: bool = False
-    """Whether its bytes are on the way; then there are `nbytes` of them."""
+    """Whether its bytes are on the way, or wait for their turn; there are `nbytes` of them."""
     nbytes: int = 0
+    is_waiting: bool = False
+    """Whether they wait for their turn."""
     result: Fetched | None = None
     is_doubted: bool = False
     """The running look-up may be out of date: repeat it."""
@@ -59,20 +64,21 @@ class _Fetch:
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """A request that waits for `fetches`. `news`: one whose transfer begins, or that has its
-    result."""
+    """A request that waits for `fetches`. `news`: one whose transfer begins, or waits for its turn,
+    or that has its result."""
 
     fetches: set[_Fetch] = field(default_factory=set)
     news: asyncio.Queue[_Fetch] = field(default_factory=asyncio.Queue)
 
     async def came(self) -> list[_Fetch]:
-        """Those that have their result since the last call; waits for one."""
-        came: dict[_Fetch, None] = {}
-        while not (came and self.news.empty()):
-            fetch = await self.news.get()
-            if fetch.result is not None:
-                came[fetch] = None
-        return list(came)
+        """Those that have their result since the last call, if any; waits for news."""
+        news = {await self.news.get(): None}
+        while not self.news.empty():
+            news[self.news.get_nowait()] = None
+        return [fetch for fetch in news if fetch.result is not None]
+
+    def waiting(self) -> list[_Fetch]:
+        return [fetch for fetch in self.fetches if fetch.is_waiting]
 
 
 @dataclass(slots=True)
@@ -173,9 +179,12 @@ class Reads:
 
         Returns what `hold` returns for what came, or the reason of the miss. `hold` pins it, or
         returns None if it is gone again. A transfer has a deadline of its own; `fetching` is called
-        when one begins. A store that hangs is a miss, in time for the client.
+        when one begins, or waits for its turn: that wait ends after `wait_seconds`, or after
+        TURN_SECONDS if they are 0. A store that hangs is a miss, in time for the client.
         """
         until = self.loop.time() + wait_seconds
+        turn_until = until if wait_seconds else until + TURN_SECONDS
+        late = MissReason.STORE_DOWN
         failures = 0
         try:
             async with asyncio.timeout_at(until + GRACE_SECONDS) as bound:
@@ -183,14 +192,16 @@ class Reads:
                     while True:
                         with self._joined([address]) as reader:
                             while (fetched := (fetch := await reader.news.get()).result) is None:
-                                bound.reschedule(None)
+                                late = MissReason.BUSY
+                                bound.reschedule(turn_until if fetch.is_waiting else None)
                                 fetching(fetch.nbytes)
                             if (found := hold(fetched)) is not None:
                                 return found
                         if self.loop.time() >= until:
                             return fetched.reason or MissReason.ABSENT
+                        late = MissReason.STORE_DOWN
                         bound.reschedule(until + GRACE_SECONDS)
-                        failures = failures + 1 if fetched.reason == MissReason.PEER_FAILED else 0
+                        failures = failures + 1 if fetched.reason in _AGAIN else 0
                         with suppress(TimeoutError):
                             async with asyncio.timeout(
                                 again_seconds(failures) if failures else None
@@ -198,19 +209,25 @@ class Reads:
                                 await changed()
         except TimeoutError:
             found = hold(NOTHING)
-            return MissReason.STORE_DOWN if found is None else found
+            return late if found is None else found
 
     async def bring_each(
-        self, addresses: Sequence[QualifiedKey]
+        self, addresses: Sequence[QualifiedKey], turn_until: float
     ) -> AsyncIterator[list[tuple[QualifiedKey, Fetched]]]:
         """Fetch absent keys; yields those that came or are missing, as they do.
 
-        What came is pinned until the next step.
+        What came is pinned until the next step. What waits for its turn at `turn_until`, by the
+        loop's clock, is missing.
         """
         with self._joined(addresses) as reader:
             while reader.fetches:
-                came = await reader.came()
-                yield [(fetch.address, fetch.result or NOTHING) for fetch in came]
+                try:
+                    async with asyncio.timeout_at(turn_until if reader.waiting() else None):
+                        came = await reader.came()
+                except TimeoutError:
+                    came = reader.waiting()
+                if came:
+                    yield [(fetch.address, fetch.result or _LATE) for fetch in came]
                 for fetch in came:
                     self._leave(fetch, reader)
 
@@ -322,7 +339,8 @@ class Reads:
             if found.sources and found.record is not None:
                 fetch.has_begun, fetch.nbytes = True, found.record.nbytes
                 loan = is_handoff(fetch.address[1])
-                wanted.append(Wanted(fetch.address, found, partial(self._settle, fetch), loan))
+                settle, waits = partial(self._settle, fetch), partial(self._wait, fetch)
+                wanted.append(Wanted(fetch.address, found, settle, loan, waits))
                 for reader in fetch.readers:
                     reader.news.put_nowait(fetch)
             elif fetch.is_doubted:
@@ -332,6 +350,13 @@ class Reads:
                 self._settle(fetch, Fetched(None, found.reason))
         self.fetcher.fetch(wanted)
         return again
+
+    def _wait(self, fetch: _Fetch, is_waiting: bool) -> None:
+        """Its transfer waits for its turn, or no longer does."""
+        if fetch.is_waiting != is_waiting:
+            fetch.is_waiting = is_waiting
+            for reader in fetch.readers:
+                reader.news.put_nowait(fetch)
 
     def _settle(self, fetch: _Fetch, fetched: Fetched) -> None:
         """This is the result of a fetch, unless an insert of this node came first."""

@@ -32,7 +32,14 @@ from lookup_buffer.node.handoffs import Handoffs, Lease
 from lookup_buffer.node.links import HANDOFFS, Credentials, again_seconds, dial
 from lookup_buffer.node.locate import Located, Locator, Waiting
 from lookup_buffer.node.membership import Directory, Identity
-from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Source, Wanted
+from lookup_buffer.node.transfer import (
+    FETCH_OWNER,
+    TURN_SECONDS,
+    Fetched,
+    Fetcher,
+    Source,
+    Wanted,
+)
 from lookup_buffer.protocol.messages import (
     Acknowledge,
     GiveBack,
@@ -311,7 +318,8 @@ class Takes:
                 found: Taken | RemoteLease | MissReason
                 found = await self._attempt(session, address, until)
                 if isinstance(found, RemoteLease):
-                    found = await self._fetch(connection, request, found)
+                    turn_until = until if request.wait_seconds else until + TURN_SECONDS
+                    found = await self._fetch(connection, request, found, turn_until)
                 if isinstance(found, Taken) or found is MissReason.OWNER_DEAD:
                     return found
                 if self.loop.time() >= until:
@@ -375,9 +383,10 @@ class Takes:
         return MissReason.PEER_FAILED
 
     async def _fetch(
-        self, connection: Connection, request: Take, lease: RemoteLease
+        self, connection: Connection, request: Take, lease: RemoteLease, turn_until: float
     ) -> Taken | MissReason:
-        """Fetch the leased item; the lease is given back unless the client gets it."""
+        """Fetch the leased item, which waits for its turn until `turn_until`; the lease is given
+        back unless the client gets it."""
         (_, token, seconds, generation, checksum, nbytes), taken = lease.granted, None
         location, endpoint = lease.source
         exactly = location._replace(generation=generation, checksum=checksum)
@@ -388,7 +397,7 @@ class Takes:
             ):
                 fetching(nbytes)
                 located = Located(None, ((exactly, endpoint),))
-                fetched = await self._loan((request.namespace, request.key), located)
+                fetched = await self._loan((request.namespace, request.key), located, turn_until)
             if fetched.held is None:
                 return fetched.reason or MissReason.PEER_FAILED
             try:
@@ -404,9 +413,10 @@ class Takes:
         self.loop.call_at(lease.until, self._remote.pop, token, None)
         return taken
 
-    async def _loan(self, address: QualifiedKey, located: Located) -> Fetched:
+    async def _loan(self, address: QualifiedKey, located: Located, turn_until: float) -> Fetched:
         came: asyncio.Future[Fetched] = self.loop.create_future()
-        self.fetcher.fetch([Wanted(address, located, came.set_result, loan=True)])
+        wanted = Wanted(address, located, came.set_result, loan=True, until=turn_until)
+        self.fetcher.fetch([wanted])
         try:
             return await asyncio.shield(came)
         except asyncio.CancelledError:

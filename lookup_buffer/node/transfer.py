@@ -3,10 +3,11 @@
 A batch of what one node has is requested together, on a connection that the loop has dialled and
 keeps. The loop reads headers and reserves memory; a thread (`lb-fetch`) receives bytes that are
 many or not here yet. The number of transfers is bounded, also for each node, so one that is not
-reached or slow delays only what it is asked for. A connection is closed at its first error. The
-header is compared with the request, and the checksum is computed on arrival; the item becomes
-visible only if both match. Of several holders a fast one is asked, by what its answers took. If it
-fails, the next is tried. Failures are counted, and those that a record does not explain are noted:
+reached or slow delays only what it is asked for. What waits for its turn has a deadline. A
+connection is closed at its first error. The header is compared with the request, and the checksum
+is computed on arrival; the item becomes visible only if both match. Of several holders a fast one
+is asked, by what its answers took. If it fails, the next is tried. Failures are counted, and those
+that a record does not explain are noted:
 `registrar` writes them to the store with its next beat, for `lookup-buffer why`. Called by `read`
 and `takes`.
 """
@@ -14,21 +15,19 @@ and `takes`.
 import asyncio
 import logging
 import math
-import random
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-
-from xxhash import xxh3_64
 
 from lookup_buffer.errors import (
     BufferFull,
     CorruptTensor,
+    LookupBufferError,
     MaybeMissed,
     MissReason,
     NodeRefused,
-    PipeBroken,
     PipeError,
     PipeTimeout,
     ProtocolError,
@@ -37,51 +36,44 @@ from lookup_buffer.errors import (
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena, Item, Pin
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.links import TENSORS, Credentials, ThreadPool, dial
+from lookup_buffer.node.holders import (
+    BATCH_BYTES,
+    DOUBT_SECONDS_MAX,
+    LINKS_MAX,
+    PAUSE_SECONDS_MAX,
+    PAUSE_SECONDS_MIN,
+    TIMEOUTS_MAX,
+    Holder,
+    soonest,
+)
+from lookup_buffer.node.links import TENSORS, Credentials, dial
 from lookup_buffer.node.locate import Located
+from lookup_buffer.node.receive import Busy, Receiver
 from lookup_buffer.node.storage import Breaker
-from lookup_buffer.protocol.framing import Frame
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
-from lookup_buffer.times import PEER_ANSWER_SECONDS, PEER_IDLE_SECONDS, PEER_PROGRESS_SECONDS
+from lookup_buffer.times import PEER_IDLE_SECONDS
 from store import Location
 
-THREADS = 128
-"""Each receives from one holder at a time, so slow ones delay only what they are asked for."""
-LINKS_MAX = 4
-"""Connections to one node: so many of its batches are transferred at a time."""
+TURN_SECONDS = 60.0
+"""A batch waits at most so long for one of the holder's places, and so does a request that has no
+time of its own. Then the next holder is asked, or it is a miss: `busy`."""
 LINK_IDLE_SECONDS = 60.0
 """A connection that was not used for so long is closed."""
 assert LINK_IDLE_SECONDS < PEER_IDLE_SECONDS, "the requesting side closes first"
 
-BATCH_BYTES = 4 << 20
-"""Items of up to so many bytes are requested together: a round trip for each of them would cost
-more than their bytes. Larger ones are spread over the threads."""
 BATCH_MAX = 64
+PARTS_AHEAD = 2
+"""So many are requested ahead on a connection: when one has come, the next is on its way."""
+PARTS_PER_STREAM = 4
+"""Of a large item: few, since each costs a request; several, since connections differ in speed."""
 TOLD_TOGETHER = 8
 """So many small items that have come are settled together."""
 TOLD_TOGETHER_BYTES = 1 << 20
-AT_ONCE_BYTES = 256 << 10
-"""Up to so many bytes that have arrived are received on the loop: 50 µs, as long as a thread needs
-to begin."""
 _TOLD = (MissReason.CHECKSUM, MissReason.PEER_FAILED)
 """Failures that are written to the store; the record explains the others."""
 FETCH_OWNER = -1
 """Owner of the pin on a fetched item, until its readers have pinned it."""
-TIMEOUTS_MAX = LINKS_MAX
-"""After so many in a row, as many as a node is asked for at a time, it is asked for nothing for a
-while. One that refuses, or ends connections, costs no time."""
-PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.5, 2.0
-"""Bounds on that time."""
-DOUBT_SECONDS_MAX = 60.0
-"""Bound on how long a holder comes after all others, each time longer, once a transfer failed."""
-PACE_SECONDS = 60.0
-"""An average that is older counts as unknown."""
-NEWEST_SHARE = 0.25
-"""Of the last answer in the average of what a holder's answers took."""
-SAME_FACTOR, SAME_SECONDS = 2.0, 0.005
-"""Holders from which an item is expected within this factor of the fastest, or so much later, count
-as equally fast: other work on a host makes such a difference, too."""
 _log = logging.getLogger(__name__)
 
 Source = tuple[Location, str]
@@ -105,6 +97,10 @@ class Wanted:
     located: Located
     done: Callable[[Fetched], None]
     loan: bool = False
+    waits: Callable[[bool], None] = lambda _: None
+    """Called on the loop with whether it waits for its turn at a holder."""
+    until: float = math.inf
+    """It does not wait for its turn after that, by the loop's clock."""
     tried: list[Source] = field(default_factory=list)
     """Holders that did not deliver it, and then the one that is asked."""
     fetched: Fetched = Fetched(None)
@@ -121,89 +117,34 @@ class Wanted:
     def nbytes(self) -> int:
         return self.located.record.nbytes if self.located.record else 0
 
-
-@dataclass(slots=True)
-class Average:
-    """A moving average; 0.0 while it is unknown."""
-
-    value: float = 0.0
-    measured_at: float = -math.inf
-
-    def at(self, now: float) -> float:
-        return self.value if now - self.measured_at < PACE_SECONDS else 0.0
-
-    def add(self, newest: float, now: float) -> None:
-        before = self.at(now)
-        self.value = before + NEWEST_SHARE * (newest - before) if before else newest
-        self.measured_at = now
-
-
-@dataclass(slots=True)
-class Pace:
-    """What a holder's answers took. What is unknown is expected to take no time."""
-
-    answer_seconds: Average = field(default_factory=Average)
-    """From a request until its first answer begins."""
-    byte_seconds: Average = field(default_factory=Average)
-    """For each byte of a batch, from its first answer on."""
-
-    def expected_seconds(self, nbytes: int, now: float) -> float:
-        return self.answer_seconds.at(now) + self.byte_seconds.at(now) * nbytes
-
-    def answered(self, seconds: float, now: float) -> None:
-        self.answer_seconds.add(seconds, now)
-
-    def received(self, nbytes: int, seconds: float, now: float) -> None:
-        if nbytes > AT_ONCE_BYTES:
-            self.byte_seconds.add(seconds / nbytes, now)
-
-
-@dataclass(slots=True, eq=False)
-class Holder:
-    """Another node, and the connections to it that are not in use."""
-
-    breaker: Breaker
-    """Of its timeouts."""
-    doubts: Breaker
-    """Of all its failures: until a pause is over it is asked only where no other is left."""
-    used_at: float
-    """When it was last asked; at first, when it was met."""
-    pace: Pace = field(default_factory=Pace)
-    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LINKS_MAX))
-    links: list[tuple[FramedSocket, float]] = field(default_factory=list)
-    """With the time of their last use."""
-    users: int = 0
-    """Batches that it is asked for, or that wait for a place."""
-
-    def expected_seconds(self, nbytes: int, now: float) -> float:
-        """Until so many bytes are here, behind what it is asked for already."""
-        return self.pace.expected_seconds(nbytes, now) * (1 + self.users / LINKS_MAX)
-
-    def idle_link(self) -> FramedSocket | None:
-        """A kept connection that is still usable. Unrequested input means that the peer closed
-        it, or that another boot listens there."""
-        while self.links:
-            link, _ = self.links.pop()
-            if not link.closed and not link.wait_readable(0.0):
-                return link
-            link.abort()
-        return None
-
-    def close_links(self, unused_since: float) -> None:
-        for link, used_at in self.links:
-            if used_at < unused_since:
-                link.close()
-        self.links = [one for one in self.links if one[1] >= unused_since]
+    @property
+    def request(self) -> list[object]:
+        """What its holder is asked for."""
+        location = self.source[0]
+        return [*self.address, location.boot, location.generation]
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
     """What is requested together of one holder."""
 
-    left: deque[Wanted]
+    holder: Holder
+    left: deque[Wanted] = field(default_factory=deque)
+    nbytes: int = 0
     arrived: list[Wanted] = field(default_factory=list)
     """What has come, or will not come from there, and was not settled yet."""
     has_begun: bool = False
+
+    def has_room(self, one: Wanted) -> bool:
+        return self.nbytes + one.nbytes <= BATCH_BYTES and len(self.left) < BATCH_MAX
+
+    def add(self, one: Wanted) -> None:
+        self.left.append(one)
+        self.nbytes += one.nbytes
+
+    def tell_waits(self, waits: bool) -> None:
+        for one in self.left:
+            one.waits(waits)
 
     def arrive(self, fetched: Fetched) -> Wanted:
         """The result for the first one that is left."""
@@ -221,6 +162,34 @@ class Batch:
         return arrived
 
 
+@dataclass(slots=True, eq=False)
+class Parts:
+    """A large item that comes in parts, over several connections of one holder."""
+
+    wanted: Wanted
+    left: deque[range]
+    """The bytes that were not requested yet, or whose connection failed."""
+    item: Item | None = None
+    """Reserved when the first answer comes."""
+    checksum: int = 0
+    coming: int = 0
+    """Parts that are requested and have not come."""
+    began: float = 0.0
+    """When the first answer came."""
+
+    def take(self) -> range:
+        self.coming += 1
+        return self.left.popleft()
+
+    def put_back(self, asked: deque[range]) -> None:
+        self.coming -= len(asked)
+        self.left.extendleft(reversed(asked))
+
+
+class _Stale(LookupBufferError):
+    """The holder does not have the item that the record describes."""
+
+
 @dataclass(slots=True)
 class Fetcher:
     loop: asyncio.AbstractEventLoop
@@ -231,21 +200,25 @@ class Fetcher:
     """By node, endpoint and whether hand-offs are fetched: these wait for no shared tensors, since
     their leases end."""
     _fetches: "set[asyncio.Task[None]]" = field(default_factory=set)
-    _threads: ThreadPool = field(default_factory=lambda: ThreadPool(THREADS, "lb-fetch"))
+    _receiver: Receiver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._receiver = Receiver(self.loop)
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Fetch each from the first holder that delivers; those of one holder are requested
-        together."""
-        by_holder: dict[Holder, list[Wanted]] = defaultdict(list)
+        together. What is assigned to a holder counts in the choice for the next ones."""
+        batches: dict[Holder, Batch] = {}
         for one in wanted:
-            by_holder[self._choose(one)].append(one)
-        for group in by_holder.values():
-            for batch in _batches(group):
-                self._start(batch)
+            holder = self._choose(one)
+            batch = batches.get(holder)
+            if batch is None or not batch.has_room(one):
+                batch = batches[holder] = self._start(holder)
+            batch.add(one)
 
     def tick(self) -> None:
         """Close connections and end threads that are not used. To be called now and then."""
-        self._threads.tick()
+        self._receiver.tick()
         since = self.loop.time() - LINK_IDLE_SECONDS
         for name, holder in list(self._holders.items()):
             holder.close_links(since)
@@ -257,7 +230,7 @@ class Fetcher:
             fetch.cancel()
         for holder in self._holders.values():
             holder.close_links(math.inf)
-        self._threads.close()
+        self._receiver.close()
 
     def _holder_of(self, one: Wanted, source: Source) -> Holder:
         location, endpoint = source
@@ -274,30 +247,40 @@ class Fetcher:
     def _choose(self, one: Wanted) -> Holder:
         """Of the holders that were not tried, one from which it is expected soon; last, those that
         failed. Among equally fast ones that which is asked for least, or by chance: readers do not
-        all ask the same. One that was not measured for a while is asked first."""
+        all ask the same. One that was not measured for a while is asked first, for one item."""
         untried = one.untried
         holders = [self._holder_of(one, source) for source in untried]
-        chosen = 0 if len(holders) == 1 else _soonest(holders, one.nbytes, self.loop.time())
+        chosen = 0 if len(holders) == 1 else soonest(holders, one.nbytes, self.loop.time())
         one.tried.append(untried[chosen])
         return holders[chosen]
 
-    def _start(self, wanted: Sequence[Wanted]) -> None:
-        task = self.loop.create_task(self._fetch(Batch(deque(wanted))))
+    def _start(self, holder: Holder, *wanted: Wanted) -> Batch:
+        """A batch, which is requested when the loop's next turn begins. Until then its holder may
+        be given more of it; its load counts from now on."""
+        batch = Batch(holder)
+        for one in wanted:
+            batch.add(one)
+        holder.users += 1
+        task = self.loop.create_task(self._fetch(batch))
         self._fetches.add(task)
         task.add_done_callback(self._fetches.discard)
+        return batch
 
     async def _fetch(self, batch: Batch) -> None:
         """Fetch a batch from one holder. What it does not deliver is fetched from the next ones."""
-        holder = self._holder_of(batch.left[0], batch.left[0].source)
-        holder.users += 1
+        holder, is_asked = batch.holder, False
         try:
-            async with holder.places:
-                if holder.breaker.allows():
+            async with self._turn(batch):
+                if is_asked := holder.breaker.allows():
                     await self._fetch_from(holder, batch)
                 else:
                     batch.fail(MissReason.PEER_FAILED, len(batch.left))
+        except Busy:
+            batch.fail(MissReason.BUSY, 1 if batch.has_begun else len(batch.left))
         except (BufferFull, TensorTooLarge):
             batch.fail(MissReason.NO_ROOM)
+        except _Stale:
+            batch.fail(MissReason.STALE)
         except CorruptTensor:
             batch.fail(MissReason.CHECKSUM)
         except ProtocolError:
@@ -311,26 +294,65 @@ class Fetcher:
             _log.exception("a transfer failed; this is a bug, please report it")
             batch.fail(MissReason.PEER_FAILED, len(batch.left))
         finally:  # if cancelled, the node ends and no request waits
-            if any(one.fetched.reason in _TOLD for one in batch.arrived):
+            if is_asked and any(one.fetched.reason in _TOLD for one in batch.arrived):
                 holder.doubts.failed()
             holder.users -= 1
             holder.used_at = self.loop.time()
         self._settle(batch.take_arrived())
         if batch.left:
-            self._start(batch.left)
+            self._start(holder, *batch.left)
+
+    @asynccontextmanager
+    async def _turn(self, batch: Batch) -> AsyncIterator[None]:
+        """Wait until fewer than LINKS_MAX batches of its holder are transferred.
+
+        Raises:
+            Busy: this took too long.
+        """
+        places = batch.holder.places
+        if places.locked():
+            batch.tell_waits(True)
+        until = max(one.until for one in batch.left)
+        try:
+            async with asyncio.timeout_at(min(until, self.loop.time() + TURN_SECONDS)):
+                await places.acquire()
+        except TimeoutError as error:
+            raise Busy("other transfers from this holder took too long") from error
+        try:
+            batch.tell_waits(False)
+            yield
+        finally:
+            places.release()
 
     async def _fetch_from(self, holder: Holder, batch: Batch) -> None:
+        first = batch.left[0]
+        streams = holder.streams_for(first.nbytes, self.loop.time()) if len(batch.left) == 1 else 1
+        if streams > 1:
+            batch.arrive(await self._fetch_in_parts(holder, first, streams))
+            return
+        receive = partial(self._receive_over, holder=holder, batch=batch)
+        await self._over_a_link(holder, first.source, receive, lambda: batch.has_begun)
+
+    async def _over_a_link(
+        self,
+        holder: Holder,
+        source: Source,
+        receive: Callable[[FramedSocket], Awaitable[None]],
+        has_begun: Callable[[], bool],
+    ) -> None:
+        """Await `receive` with a connection; if a kept one fails before anything has come, once
+        more with a new one."""
         if (link := holder.idle_link()) is not None:
             try:
-                await self._receive_over(link, holder, batch)
+                await receive(link)
                 return
             except PipeError:  # a kept connection may have ended, also silently, and others with it
-                if batch.has_begun:
+                if has_begun():
                     raise
                 holder.close_links(math.inf)
-        location, endpoint = batch.left[0].source
-        dialled = await dial(self.loop, location, endpoint, TENSORS, self.credentials)
-        await self._receive_over(dialled.framed(), holder, batch)
+        dialled = await dial(self.loop, *source, TENSORS, self.credentials)
+        holder.version = dialled.version
+        await receive(dialled.framed())
 
     async def _receive_over(self, link: FramedSocket, holder: Holder, batch: Batch) -> None:
         """Request the batch and receive it. What comes early is settled before the rest comes.
@@ -340,9 +362,9 @@ class Fetcher:
         """
         started, began, nbytes = self.loop.time(), 0.0, 0
         try:
-            await self._request(link, batch.left)
+            await self._receiver.request(link, [one.request for one in batch.left])
             while batch.left:
-                header = await self._header(link)
+                header = await self._receiver.header(link)
                 if not began:
                     began = self.loop.time()
                     holder.pace.answered(began - started, began)
@@ -363,86 +385,127 @@ class Fetcher:
         holder.doubts.succeeded()
         holder.links.append((link, ended))
 
-    async def _request(self, link: FramedSocket, wanted: Iterable[Wanted]) -> None:
-        items = [[*one.address, one.source[0].boot, one.source[0].generation] for one in wanted]
-        request = {"op": "get", "items": items}
-        sent = link.send_nowait(request)
-        if sent is not None:
-            await self._on_thread(
-                link, partial(link.send, request, timeout=PEER_ANSWER_SECONDS, already_sent=sent)
-            )
-
     async def _receive(
         self, link: FramedSocket, one: Wanted, answer: object, nbytes: int
     ) -> Fetched:
         """What comes behind this header: the bytes, verified and in the arena, or `stale`."""
-        location = one.source[0]
-        if isinstance(answer, dict) and answer.get("status") == "stale":
+        if _is_stale(answer):
             return Fetched(None, MissReason.STALE)
-        header = self._checked(answer, nbytes, one.address, location)
-        item = self._reserve(one.address, header, location.node, one.loan)
-        item.device = one.located.record.device if one.located.record else ""
+        header = self._checked(answer, one)
+        if nbytes != header.tensor.nbytes:
+            raise ProtocolError("the length of the payload differs from its header")
+        item = self._reserve(one, header)
         try:
-            checksum = await self._payload(link, self.arena.bytes_of(item))
-            if checksum != header.checksum:
-                raise CorruptTensor(f"{location.node} sent bytes that do not match their checksum")
+            checksum = await self._receiver.payload(link, self.arena.bytes_of(item))
+            return self._commit(item, checksum, header.checksum)
         except BaseException:
             self.arena.abandon(item)
             raise
-        held = self.arena.commit(item, header.checksum, FETCH_OWNER)
-        self.counters.add("bytes_fetched", item.nbytes)
-        return Fetched(held)
 
-    async def _header(self, link: FramedSocket) -> Frame:
-        deadline = self.loop.time() + PEER_ANSWER_SECONDS
-        while link.peek() is None:
-            await self._readable(link, deadline)
-            if link.peek() is None:
-                link.check_peeked()
-        return link.recv_header(timeout=0.0)
-
-    async def _readable(self, link: FramedSocket, deadline: float) -> None:
-        readable: asyncio.Future[None] = self.loop.create_future()
-        descriptor = link.descriptor
-        self.loop.add_reader(descriptor, _set, readable)
-        try:
-            async with asyncio.timeout_at(deadline):
-                await readable
-        except TimeoutError as error:
-            raise PipeTimeout("the holder did not answer in time") from error
-        finally:
-            self.loop.remove_reader(descriptor)
-
-    async def _payload(self, link: FramedSocket, memory: memoryview) -> int:
-        """Receive into `memory`: what has arrived, which lets the holder send on until a thread
-        that receives the rest is awake. Returns the checksum."""
-        hasher = xxh3_64()
-        rest = memory[link.recv_available(memory[:AT_ONCE_BYTES], hasher) :]
-        if rest:
-            receive = partial(link.recv_into, rest, timeout=PEER_PROGRESS_SECONDS, hasher=hasher)
-            await self._on_thread(link, receive)
-        return hasher.intdigest()
-
-    async def _on_thread(self, link: FramedSocket, move: Callable[[], None]) -> None:
-        """Run `move`, which sends or receives on `link`. Also if cancelled, it has ended then.
+    async def _fetch_in_parts(self, holder: Holder, one: Wanted, streams: int) -> Fetched:
+        """Fetch an item over several connections: one is as fast as its window allows, and slow for
+        long after it has lost packets.
 
         Raises:
-            PipeError: as `move`; or PipeBroken, if no thread was free in time.
+            LookupBufferError: it did not come.
         """
-        job = self._threads.submit(move)
-        moved = asyncio.wrap_future(job, loop=self.loop)
-        bound = self.loop.call_later(PEER_PROGRESS_SECONDS, job.cancel)  # unless it has begun
+        started = self.loop.time()
+        parts = Parts(one, _ranges(one.nbytes, streams * PARTS_PER_STREAM))
         try:
-            await asyncio.shield(moved)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if moved.cancelled() and task is not None and not task.cancelling():
-                raise PipeBroken("no thread was free in time") from None
-            link.abort()
-            await asyncio.wait([moved])
+            await self._receive_parts(holder, parts, streams)
+            assert parts.item is not None
+            checksum = await self._receiver.checksum(self.arena.bytes_of(parts.item))
+            fetched = self._commit(parts.item, checksum, parts.checksum)
+        except BaseException:
+            if parts.item is not None:
+                self.arena.abandon(parts.item)
             raise
+        ended = self.loop.time()
+        holder.pace.received(one.nbytes, ended - parts.began, ended)
+        holder.doubts.succeeded()
+        self.counters.fetch_seconds.observe(ended - started)
+        return fetched
+
+    async def _receive_parts(self, holder: Holder, parts: Parts, streams: int) -> None:
+        """On the connection of the caller, and beside it on others, whose parts it receives if they
+        fail."""
+        beside = [self.loop.create_task(self._beside(holder, parts)) for _ in range(streams - 1)]
+        try:
+            while parts.left or parts.coming:
+                await self._stream(holder, parts)
+                while parts.coming and not parts.left:
+                    running = [stream for stream in beside if not stream.done()]
+                    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # one that is not connected yet has nothing to receive any more
+            for stream in beside:
+                stream.cancel()
+            if beside:
+                await asyncio.wait(beside)
+
+    async def _beside(self, holder: Holder, parts: Parts) -> None:
+        """On a place that is free, until a batch waits for one."""
+        if holder.places.locked():
+            return
+        holder.users += 1
+        try:
+            async with holder.places:
+                await self._stream(holder, parts, gives_way=True)
+        except Exception:  # noqa: BLE001 -- the first connection receives these parts, or fails
+            _log.debug("parts come on other connections", exc_info=True)
         finally:
-            bound.cancel()
+            holder.users -= 1
+
+    async def _stream(self, holder: Holder, parts: Parts, *, gives_way: bool = False) -> None:
+        """Request and receive parts on one connection until none is left."""
+        came: list[range] = []
+
+        async def receive(link: FramedSocket) -> None:
+            await self._receive_in_turn(link, holder, parts, came, gives_way)
+
+        await self._over_a_link(holder, parts.wanted.source, receive, lambda: bool(came))
+
+    async def _receive_in_turn(
+        self, link: FramedSocket, holder: Holder, parts: Parts, came: list[range], gives_way: bool
+    ) -> None:
+        asked: deque[range] = deque()
+        started = self.loop.time()
+
+        def goes_on() -> bool:
+            return bool(parts.left) and not (gives_way and holder.users > LINKS_MAX)
+
+        try:
+            while asked or goes_on():
+                while len(asked) < PARTS_AHEAD and goes_on():
+                    asked.append(parts.take())
+                    bounds = asked[-1].start, len(asked[-1])
+                    await self._receiver.request(link, [[*parts.wanted.request, *bounds]])
+                answer, nbytes = await self._receiver.header(link, has_begun=bool(came))
+                if not came:
+                    now = self.loop.time()
+                    holder.pace.answered(now - started, now)
+                    parts.began = parts.began or now
+                await self._receiver.part(link, self._memory_of(parts, asked[0], answer, nbytes))
+                holder.breaker.succeeded()
+                came.append(asked.popleft())
+                parts.coming -= 1
+        except BaseException:
+            link.abort()
+            parts.put_back(asked)
+            raise
+        holder.links.append((link, self.loop.time()))
+
+    def _memory_of(self, parts: Parts, part: range, answer: object, nbytes: int) -> memoryview:
+        """Of the part that this answer announces; the first one reserves that of the whole."""
+        if _is_stale(answer):
+            raise _Stale
+        header = self._checked(answer, parts.wanted)
+        if header.tensor.nbytes != parts.wanted.nbytes:
+            raise _Stale
+        if nbytes != len(part):
+            raise ProtocolError("the length of the payload differs from what was requested")
+        if parts.item is None:
+            parts.item, parts.checksum = self._reserve(parts.wanted, header), header.checksum
+        return self.arena.bytes_of(parts.item)[part.start : part.stop]
 
     def _settle(self, arrived: Sequence[Wanted]) -> None:
         """Give these to those who wait, except what the next holder may deliver."""
@@ -453,63 +516,49 @@ class Fetcher:
             if reason in _TOLD:
                 self.counters.fetch_failed(one.address, reason, one.source[0].node)
             if held is None and reason != MissReason.NO_ROOM and one.untried:
-                self._choose(one)
-                self._start([one])
+                self._start(self._choose(one), one)
             else:
                 one.done(one.fetched)
 
-    def _checked(
-        self, answer: object, nbytes: int, address: QualifiedKey, location: Location
-    ) -> PayloadHeader:
+    def _checked(self, answer: object, one: Wanted) -> PayloadHeader:
         """The peer's header, if it matches the request.
 
         Redis is only a hint; the holder's header and the bytes' checksum decide.
         """
+        location = one.source[0]
         fields = answer.get("payload") if isinstance(answer, dict) else None
         header = PayloadHeader.from_fields(fields, max_nbytes=self.arena.memory.nbytes)
-        if nbytes != header.tensor.nbytes:
-            raise ProtocolError("the length of the payload differs from its header")
-        if (header.namespace, header.key) != address or header.generation != location.generation:
+        found = (header.namespace, header.key), header.generation
+        if found != (one.address, location.generation):
             raise CorruptTensor(f"{location.node} sent another tensor than requested")
         return header
 
-    def _reserve(self, address: QualifiedKey, header: PayloadHeader, node: str, loan: bool) -> Item:
-        ttl_seconds = None if header.ttl_ms is None else header.ttl_ms / 1000
+    def _reserve(self, one: Wanted, header: PayloadHeader) -> Item:
         item = self.arena.reserve(
-            address, header.tensor, origin=node, ttl_seconds=ttl_seconds, loan=loan
+            one.address,
+            header.tensor,
+            origin=one.source[0].node,
+            ttl_seconds=None if header.ttl_ms is None else header.ttl_ms / 1000,
+            loan=one.loan,
         )
         if item is None:
             raise BufferFull("a client of this node is writing this key")
+        item.device = one.located.record.device if one.located.record else ""
         return item
 
-
-def _soonest(holders: Sequence[Holder], nbytes: int, now: float) -> int:
-    """The position of the one to ask for so many bytes: see `Fetcher._choose`."""
-    fails = [not (holder.breaker.allows() and holder.doubts.allows()) for holder in holders]
-    seconds = [holder.expected_seconds(nbytes, now) for holder in holders]
-    alive = [took for took, failing in zip(seconds, fails, strict=True) if not failing]
-    same = SAME_FACTOR * min(alive, default=0.0) + SAME_SECONDS
-
-    def order(n: int) -> tuple[bool, float, int, float]:
-        return fails[n], seconds[n] if seconds[n] > same else 0.0, holders[n].users, random.random()
-
-    return min(range(len(holders)), key=order)
+    def _commit(self, item: Item, checksum: int, expected: int) -> Fetched:
+        if checksum != expected:
+            raise CorruptTensor(f"{item.origin} sent bytes that do not match their checksum")
+        held = self.arena.commit(item, checksum, FETCH_OWNER)
+        self.counters.add("bytes_fetched", item.nbytes)
+        return Fetched(held)
 
 
-def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """What is requested together of one holder."""
-    batch: list[Wanted] = []
-    nbytes = 0
-    for one in wanted:
-        if batch and (nbytes + one.nbytes > BATCH_BYTES or len(batch) == BATCH_MAX):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(one)
-        nbytes += one.nbytes
-    if batch:
-        yield batch
+def _is_stale(answer: object) -> bool:
+    return isinstance(answer, dict) and answer.get("status") == "stale"
 
 
-def _set(readable: "asyncio.Future[None]") -> None:
-    if not readable.done():
-        readable.set_result(None)
+def _ranges(nbytes: int, count: int) -> deque[range]:
+    """`nbytes` in at most `count` parts."""
+    step = -(-nbytes // count)
+    return deque(range(start, min(start + step, nbytes)) for start in range(0, nbytes, step))

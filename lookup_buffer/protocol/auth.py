@@ -27,12 +27,14 @@ from lookup_buffer.protocol.framing import Mac, Macs, pack
 from lookup_buffer.protocol.sockets import connected_socket
 from lookup_buffer.protocol.stream import FramedSocket, FramedSocketLimits, FrameStream
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 OLDEST_VERSION: Final = 4
 """Version 4 has no connections of the role "reachability"; 3 is not spoken: its proofs counted for
 any address."""
 _NAMED_VERSION: Final = 6
 """Since then a hello may name the client."""
+VERSION_OF_PARTS: Final = 7
+"""Since then a part of an item can be requested."""
 HELLO_BYTES: Final = 1024
 """No header of a handshake is larger."""
 _NONCE_BYTES: Final = 32

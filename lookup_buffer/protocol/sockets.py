@@ -6,15 +6,23 @@ of its callers. Frames are in `stream`.
 
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
+from fcntl import ioctl
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
 from lookup_buffer.errors import PipeBroken, PipeClosed, PipeTimeout
+
+IDLE_SECONDS: Final = 30
+PROBE_SECONDS: Final = 10
+PROBES: Final = 3
+"""Keepalive: after so long without a packet probes are sent, so far apart; when so many in a row
+got no answer, the connection ends."""
 
 _TIMEVAL: Final = struct.Struct("@ll")
 _LONGEST_SECONDS: Final = 1e6
@@ -232,18 +240,30 @@ def reset(stream: socket.socket) -> None:
 
 
 def enable_keepalive(stream: socket.socket) -> None:
-    """Let the kernel end an idle connection whose remote host no longer answers."""
-    options = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+    """Let the kernel end an idle connection whose remote host has not answered PROBES probes."""
+    options = ((socket.TCP_KEEPIDLE, IDLE_SECONDS), (socket.TCP_KEEPINTVL, PROBE_SECONDS))
     for option, value in options:
         ignore_errors(partial(stream.setsockopt, socket.IPPROTO_TCP, option, value))
     ignore_errors(partial(stream.setsockopt, socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1))
+    end_when_unanswered(stream)
 
 
-def end_when_unanswered(stream: socket.socket, seconds: float) -> None:
+def end_when_unanswered(stream: socket.socket, seconds: float | None = None) -> None:
     """Let the kernel end a connection if bytes that were sent are not acknowledged, or not taken,
-    for so long: also if no caller waits for that."""
+    for so long: also if no caller waits for that. With None as long as PROBES probes take, since
+    Linux ends an idle connection at this time, too: whatever TCP_KEEPCNT is, after one probe that
+    is lost if the time is shorter."""
+    if seconds is None:
+        seconds = IDLE_SECONDS + PROBES * PROBE_SECONDS
     value = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
     ignore_errors(partial(stream.setsockopt, *value))
+
+
+def bytes_in_kernel(stream: socket.socket, request: int) -> int:
+    """Bytes to be received (FIONREAD), or that are not acknowledged (TIOCOUTQ)."""
+    count = bytearray(4)
+    ioctl(stream, request, count)
+    return int.from_bytes(count, sys.byteorder)
 
 
 def ignore_errors(action: Callable[[], object]) -> None:

@@ -7,12 +7,10 @@ and headers, whatever they mean.
 """
 
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from fcntl import ioctl
 from select import POLLIN, poll
 from termios import FIONREAD, TIOCOUTQ
 from typing import Any, Final, Protocol
@@ -28,7 +26,7 @@ from lookup_buffer.protocol.framing import (
     decode_prologue,
     encode_frame,
 )
-from lookup_buffer.protocol.sockets import KernelTimeout, SocketGuard, tune
+from lookup_buffer.protocol.sockets import KernelTimeout, SocketGuard, bytes_in_kernel, tune
 
 HASH_STEP_BYTES: Final = 4 << 20
 """The hash runs this many bytes behind the receive: few enough to be still in a cache."""
@@ -124,7 +122,7 @@ class FramedSocket:
         frame = self._encoded(header, nbytes, before)
         sent = already_sent
         with self._guard:
-            progress = _Progress(timeout, sent - self._in_kernel(TIOCOUTQ))
+            progress = _Progress(timeout, sent - bytes_in_kernel(self._socket, TIOCOUTQ))
             while sent < len(frame) + nbytes:
                 self._send_timeout.allow_until(progress.deadline)
                 # A large buffer takes nothing more until much of it has passed.
@@ -135,7 +133,7 @@ class FramedSocket:
                         sent += self._socket.send(frame[sent:])
                     elif payload is not None:
                         sent += self._socket.send(payload[sent - len(frame) :])
-                progress.note(sent - self._in_kernel(TIOCOUTQ))
+                progress.note(sent - bytes_in_kernel(self._socket, TIOCOUTQ))
         self._is_sent()
 
     def send_nowait(
@@ -222,7 +220,7 @@ class FramedSocket:
         if missing <= 0:
             return True
         with self._guard:
-            return self._in_kernel(FIONREAD) >= missing
+            return bytes_in_kernel(self._socket, FIONREAD) >= missing
 
     @property
     def has_buffered(self) -> bool:
@@ -247,7 +245,7 @@ class FramedSocket:
             self._receive(buffer, _Progress(timeout), hasher)
             self._payload_left -= buffer.nbytes
 
-    def recv_available(self, buffer: memoryview, hasher: Hasher) -> int:
+    def recv_available(self, buffer: memoryview, hasher: Hasher | None = None) -> int:
         """As `recv_into`, but only what has arrived; returns its number of bytes. Never waits."""
         with self._guard:
             got = self._unread(buffer)
@@ -257,7 +255,8 @@ class FramedSocket:
                     if read == 0:
                         raise _ended(within_frame=True)
                     got += read
-            hasher.update(buffer[:got])
+            if hasher is not None:
+                hasher.update(buffer[:got])
             self._payload_left -= got
         return got
 
@@ -404,12 +403,6 @@ class FramedSocket:
         buffer[:got] = self._scratch[self._start : self._start + got]
         self._start += got
         return got
-
-    def _in_kernel(self, request: int) -> int:
-        """Bytes in the kernel: to be received (FIONREAD), or not acknowledged (TIOCOUTQ)."""
-        count = bytearray(4)
-        ioctl(self._socket, request, count)
-        return int.from_bytes(count, sys.byteorder)
 
     def _read(self, target: memoryview, deadline: float) -> int:
         self._receive_timeout.allow_until(deadline)

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lookup_buffer import TensorKey
-from lookup_buffer.node.transfer import LINKS_MAX
+from lookup_buffer import LookupTimeout, TensorKey
+from lookup_buffer.node.holders import LINKS_MAX
 from lookup_buffer.times import PEER_PROGRESS_SECONDS
 from network import MakeNetwork, equal
 from nodes import MIB, key, wait_until
@@ -70,6 +70,23 @@ def test_many_tensors_over_a_long_way_share_few_connections(make_network: MakeNe
         assert 0 < network.kill("a", "b", "drop") <= LINKS_MAX
 
 
+def test_a_large_tensor_over_a_long_way_comes_on_several_connections(
+    make_network: MakeNetwork,
+) -> None:
+    network = make_network("a", "b")
+    a, b = network.node("a"), network.node("b")
+    with a.client() as here, b.client() as there:
+        ((first, _), (large, tensor)) = [
+            *network.put(here, 1, 1000),
+            *network.put(here, 1, 24 * MIB),
+        ]
+        network.wait_for(there, [first, large])
+        network.set_both("a", "b", delay=10)
+        assert there.select(first, timeout=10.0) is not None, "so it is known how far the holder is"
+        assert equal(there.select(large, timeout=30.0), tensor)
+        assert 1 < network.kill("a", "b", "drop") < LINKS_MAX
+
+
 def test_a_rate_that_falls_fails_nothing(make_network: MakeNetwork) -> None:
     """The holder's send buffer has grown by then, and takes nothing more for over 5 s."""
     network = make_network("a", "b")
@@ -108,6 +125,24 @@ def test_a_hand_off_does_not_wait_for_slow_tensors(make_network: MakeNetwork) ->
         network.set("a", "b", rate=0)
         found = reading.result(scaled(60.0))
         assert all(isinstance(tensor, torch.Tensor) for tensor in found)
+
+
+def test_a_reader_waits_for_its_turn_no_longer_than_its_time(make_network: MakeNetwork) -> None:
+    network = make_network("a", "b")
+    a, b = (network.node(name, capacity_bytes=256 * MIB) for name in "ab")
+    with a.client() as here, b.client() as there, ThreadPoolExecutor(1) as pool:
+        items = network.put(here, LINKS_MAX + 1, 8 * MIB)
+        *keys, last = [one for one, _ in items]
+        network.wait_for(there, [*keys, last])
+        network.set("a", "b", rate=10)
+        reading = pool.submit(there.select_many, keys, timeout=60.0)
+        network.wait_for_bytes("a", "b", MIB, 10.0)
+        with pytest.raises(LookupTimeout, match="busy"):
+            there.select(last, timeout=1.0)
+        assert not reading.done()
+        network.set("a", "b", rate=0)
+        assert all(isinstance(tensor, torch.Tensor) for tensor in reading.result(scaled(60.0)))
+        assert equal(there.select(last, timeout=10.0), items[-1][1])
 
 
 def test_another_holder_delivers_what_a_cut_interrupted(make_network: MakeNetwork) -> None:

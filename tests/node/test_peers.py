@@ -74,6 +74,28 @@ def test_requests_are_answered_in_order_while_more_come(
     on_a_loop(test)
 
 
+def test_small_parts_pin_no_more_than_whole_items(on_a_loop: Runs) -> None:
+    async def test(bench: Bench) -> None:
+        large = [NAMESPACE, "large", "boot", bench.insert("large", 20 * MIB)]
+        others = [[NAMESPACE, f"k{n}", "boot", bench.insert(f"k{n}", 2 * MIB)] for n in range(16)]
+        link = await bench.reader()
+        items = [large, *([*other, 0, 1] for other in others)]
+        await asyncio.to_thread(link.send, {"op": "get", "items": items}, timeout=5.0)
+        await bench.until(lambda: bench.pins() > 0)
+        await asyncio.sleep(0.1)
+        assert bench.pins() == 1, "the reader does not read: the large one is being sent"
+        headers = []
+        for _ in items:
+            header, nbytes = await asyncio.to_thread(link.recv_header, 5.0)
+            assert bench.pins() <= 2, "of 2 MiB each"
+            await asyncio.to_thread(link.recv_into, memoryview(bytearray(nbytes)), timeout=5.0)
+            headers.append((header["payload"]["key"], nbytes))
+        assert headers == [("large", 20 * MIB), *((f"k{n}", 1) for n in range(16))]
+        link.close()
+
+    on_a_loop(test)
+
+
 def test_a_reader_that_leaves_or_does_not_read_leaves_no_pin(
     monkeypatch: pytest.MonkeyPatch, on_a_loop: Runs
 ) -> None:

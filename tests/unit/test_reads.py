@@ -4,6 +4,7 @@ The arena is real. The locator and the transfer are stand-ins, which answer when
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from cancelling import cancel_at_each_wait
 from lookup_buffer.errors import BufferFull, MissReason
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node import read
 from lookup_buffer.node.arena import Arena, Pin
 from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
@@ -25,6 +27,7 @@ from store import Location, Record
 NAMESPACE = "f" * 64
 SHARED, HANDOFF = (NAMESPACE, "k"), (NAMESPACE, "k@r")
 NBYTES = 100
+SHORT_SECONDS, LONG_SECONDS = 0.05, 600.0
 LOCAL = 7
 """The owner of the pin of an insert on this node."""
 
@@ -74,10 +77,23 @@ class Transfers:
         self.turns = 3
         self.reason: MissReason | None = None
         self.asked: list[QualifiedKey] = []
+        self.is_crowded = False
+        self._waiting: list[Wanted] = []
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
-        for one in wanted:
-            self.asked.append(one.address)
+        """If it is crowded, all but the first wait until `go_on`."""
+        self.asked += [one.address for one in wanted]
+        waiting = wanted[1:] if self.is_crowded else ()
+        for one in waiting:
+            one.waits(True)
+        self._waiting += waiting
+        for one in wanted[: len(wanted) - len(waiting)]:
+            asyncio.get_running_loop().call_soon(self._land, one, self.turns)
+
+    def go_on(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            one.waits(False)
             asyncio.get_running_loop().call_soon(self._land, one, self.turns)
 
     def _land(self, one: Wanted, turns: int) -> None:
@@ -262,11 +278,38 @@ def test_many_keys_are_settled_as_they_come_and_held_no_longer() -> None:
         node.locator.found = lambda each: at(each) if each[1] != "k3" else nowhere(each)
         came: list[tuple[QualifiedKey, str]] = []
 
-        async for settled in node.reads.bring_each(addresses):
+        async for settled in node.reads.bring_each(addresses, math.inf):
             came.extend((address, fetched.reason) for address, fetched in settled)
         assert (node.locator.looks, len(came)) == (1, 10)
         assert came[0] == (addresses[3], "absent"), "the miss does not wait for the transfers"
         assert {reason for _, reason in came[1:]} == {""}
+
+    run(test)
+
+
+def test_each_waits_for_the_turn_of_a_transfer_for_its_own_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without one for TURN_SECONDS. The transfer goes on, for others."""
+    monkeypatch.setattr(read, "TURN_SECONDS", SHORT_SECONDS)
+
+    async def test(node: Node) -> None:
+        node.locator.found = at
+        node.transfers.is_crowded = True
+        first, second, third = [(NAMESPACE, f"k{n}") for n in range(3)]
+        until = node.reads.loop.time() + SHORT_SECONDS
+        reasons: dict[QualifiedKey, str] = {}
+        async for came in node.reads.bring_each([first, second, third], until):
+            reasons |= {address: fetched.reason for address, fetched in came}
+        assert reasons == {first: "", second: "busy", third: "busy"}
+        patient = asyncio.ensure_future(node.bring(second, LONG_SECONDS))
+        assert await node.bring(second) is MissReason.BUSY
+        assert await node.bring(second, SHORT_SECONDS) is MissReason.BUSY
+        assert not patient.done()
+        node.transfers.go_on()
+        node.release(await patient)
+        assert node.arena.holds(third), "nobody waits for it any more"
+        assert node.transfers.asked == [first, second, third], "each once"
 
     run(test)
 
@@ -302,7 +345,7 @@ def test_a_read_of_many_that_is_cancelled_at_any_wait_leaves_nothing() -> None:
         addresses = [(NAMESPACE, f"k{n}@r") for n in range(3)]
 
         async def read() -> None:
-            async for _ in node.reads.bring_each(addresses):
+            async for _ in node.reads.bring_each(addresses, math.inf):
                 pass
 
         async def check() -> None:

@@ -439,3 +439,21 @@ def test_a_prefetch_that_finds_no_room_does_not_wait_for_it() -> None:
         await node.close()
 
     asyncio.run(test())
+
+
+def test_a_prefetch_does_not_wait_anew_for_what_got_no_turn_in_its_time() -> None:
+    async def test() -> None:
+        node = Prefetching(at)
+        node.transfers.is_crowded = True
+        began = node.reads.loop.time()
+        node.prefetch("first", "crowded", wait_seconds=0.1)
+        entries: list[dict[str, Any]] = []
+        while len(entries) < 2:
+            await asyncio.sleep(0.01)
+            entries += node.entries()
+        assert [entry.get("reason") for entry in entries] == [None, "busy"]
+        assert node.reads.loop.time() - began >= 0.1
+        node.transfers.go_on()
+        await node.close()
+
+    asyncio.run(test())

@@ -22,7 +22,7 @@ from lookup_buffer.node.links import Credentials
 from lookup_buffer.node.locate import Located, Waiting
 from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.takes import Owners, Taken, Takes
-from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Wanted
+from lookup_buffer.node.transfer import FETCH_OWNER, TURN_SECONDS, Fetched, Wanted
 from lookup_buffer.protocol.auth import PROTOCOL_VERSION, Purpose
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Take
@@ -149,6 +149,7 @@ class Pair:
         self.session = Session(1, anchor, None)
         self.announced: list[tuple[int, int]] = []
         self.transfer_seconds = 5 * ONE_WAY_SECONDS
+        self.is_crowded = False
         self.landed: Callable[[], object] = lambda: None
 
     # What it asks of `Locator`, `Directory` and `Fetcher`.
@@ -174,6 +175,9 @@ class Pair:
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         for one in wanted:
+            if self.is_crowded:
+                self.loop.call_at(one.until, one.done, Fetched(None, MissReason.BUSY))
+                continue
             pin = self.there.arena.hold(ADDRESS, PEER_OWNER)  # as it is sent
             self.loop.call_later(self.transfer_seconds, self._land, one, pin)
 
@@ -281,6 +285,23 @@ def test_an_owner_that_does_not_answer_is_queried_until_the_deadline(remote: Pai
     remote.loop.call_later(2.0, setattr, remote.link, "is_cut", False)
     assert remote.run(acknowledged(remote)) is True
     remote.at_rest(holds=False)
+
+
+@pytest.mark.parametrize("wait_seconds", [0.0, 2.0])
+def test_a_take_waits_for_the_turn_of_its_transfer_for_its_time(
+    remote: Pair, wait_seconds: float
+) -> None:
+    """Without one for TURN_SECONDS. The item stays where it is."""
+    remote.owner.insert()
+    remote.is_crowded = True
+
+    async def take() -> float:
+        began = remote.loop.time()
+        assert await remote.take(wait_seconds) is MissReason.BUSY
+        return remote.loop.time() - began
+
+    assert remote.run(take()) == pytest.approx(wait_seconds or TURN_SECONDS, abs=0.5)
+    remote.at_rest(holds=True)
 
 
 def test_an_acknowledgement_is_repeated_until_the_lease_is_over(remote: Pair) -> None:

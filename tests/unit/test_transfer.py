@@ -10,25 +10,24 @@ from typing import Any
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from lookup_buffer.errors import PipeBroken, PipeTimeout
-from lookup_buffer.node import transfer
+from lookup_buffer.errors import MissReason, PipeBroken, PipeTimeout
+from lookup_buffer.node import receive, transfer
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.links import Credentials
-from lookup_buffer.node.locate import Located
-from lookup_buffer.node.storage import Breaker
-from lookup_buffer.node.transfer import (
-    AT_ONCE_BYTES,
-    FETCH_OWNER,
+from lookup_buffer.node.holders import (
     LINKS_MAX,
     PACE_SECONDS,
     PAUSE_SECONDS_MIN,
     TIMEOUTS_MAX,
-    Fetched,
-    Fetcher,
     Holder,
-    Wanted,
+    soonest,
 )
+from lookup_buffer.node.links import Credentials
+from lookup_buffer.node.locate import Located
+from lookup_buffer.node.receive import AT_ONCE_BYTES
+from lookup_buffer.node.storage import Breaker
+from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
+from lookup_buffer.protocol.auth import PROTOCOL_VERSION
 from lookup_buffer.protocol.header import PayloadHeader, TensorHeader
 from store import Location, Record
 
@@ -104,6 +103,8 @@ class Link:
 
 
 class Dialled:
+    version = PROTOCOL_VERSION
+
     def __init__(self, link: Link) -> None:
         self._link = link
 
@@ -111,9 +112,12 @@ class Dialled:
         return self._link
 
 
-def wanted(key: str, done: Callable[[Fetched], None], holders: int = 1) -> Wanted:
+def wanted(
+    key: str, done: Callable[[Fetched], None], holders: int = 1, nbytes: int = NBYTES
+) -> Wanted:
+    """`nbytes`: as the record says."""
     address = (NAMESPACE, key)
-    record = Record(*address, "uint8", (NBYTES,), NBYTES, "tensor", 1.0)
+    record = Record(*address, "uint8", (nbytes,), nbytes, "tensor", 1.0)
     sources = tuple((Location(f"n{n}", "b", 1, 1), f"tcp://h{n}:1") for n in range(holders))
     return Wanted(address, Located(record, sources), done)
 
@@ -232,19 +236,106 @@ def test_a_silent_holder_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPat
     asyncio.run(test())
 
 
+def test_a_holder_that_is_not_asked_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bound in ("PAUSE_SECONDS_MIN", "PAUSE_SECONDS_MAX"):
+        monkeypatch.setattr(transfer, bound, 600.0)
+
+    async def test() -> None:
+        fetching = Fetching(monkeypatch, lambda key: "timeout" if key == "silent" else "ok")
+        for _ in range(TIMEOUTS_MAX):
+            assert await fetching.fetch({"silent": 1}) == ["silent"]
+        (silent,) = fetching.fetcher._holders.values()
+        assert silent.doubts.failures == TIMEOUTS_MAX
+        for _ in range(3):
+            assert await fetching.fetch({"k": 1}) == ["k"]
+        assert len(fetching.links) == TIMEOUTS_MAX, "it was not asked"
+        assert silent.doubts.failures == TIMEOUTS_MAX
+        fetching.fetcher.close()
+
+    asyncio.run(test())
+
+
+async def crowded(fetching: Fetching, one: Wanted) -> Holder:
+    """The first holder of `one`, from which as many batches are transferred as may be."""
+    crowd = fetching.fetcher._holder_of(one, one.located.sources[0])
+    for _ in range(LINKS_MAX):
+        await crowd.places.acquire()
+    return crowd
+
+
+async def fetched(fetching: Fetching, one: Wanted, came: "asyncio.Future[Fetched]") -> str:
+    """The reason of the miss."""
+    fetching.fetcher.fetch([one])
+    async with asyncio.timeout(20.0):
+        result = await came
+    if result.held is not None:
+        fetching.arena.release([result.held.ticket], FETCH_OWNER)
+    return result.reason
+
+
+@pytest.mark.parametrize("bounded_by", ["who asks", "the default"])
+def test_the_wait_for_a_turn_is_bounded(monkeypatch: pytest.MonkeyPatch, bounded_by: str) -> None:
+    """What waits is told, as often as that changes; the holder has not failed."""
+    if bounded_by == "the default":
+        monkeypatch.setattr(transfer, "TURN_SECONDS", 0.05)
+
+    async def test() -> None:
+        fetching = Fetching(monkeypatch, lambda _: "ok")
+        waits: list[bool] = []
+
+        def want(key: str, seconds: float) -> tuple[Wanted, "asyncio.Future[Fetched]"]:
+            came: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
+            one = wanted(key, came.set_result)
+            one.waits, one.until = waits.append, fetching.fetcher.loop.time() + seconds
+            return one, came
+
+        one, came = want("k", 600.0 if bounded_by == "the default" else 0.05)
+        crowd = await crowded(fetching, one)
+        assert await fetched(fetching, one, came) == "busy"
+        assert (waits, fetching.links) == ([True], [])
+        assert (crowd.doubts.failures, crowd.breaker.failures, crowd.users) == (0, 0, 0)
+        crowd.places.release()
+        assert await fetched(fetching, *want("in time", -1.0)) == ""
+        assert waits == [True, False]
+        fetching.fetcher.close()
+
+    asyncio.run(test())
+
+
+def test_who_gets_no_turn_is_served_by_another_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "TURN_SECONDS", 0.05)
+
+    async def test() -> None:
+        fetching = Fetching(monkeypatch, lambda _: "ok")
+        came: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
+        one = wanted("k", came.set_result, 2)
+        await crowded(fetching, one)
+        _, other = (fetching.fetcher._holder_of(one, source) for source in one.located.sources)
+        other.doubts.failed()  # so it is asked last
+        assert await fetched(fetching, one, came) == ""
+        assert [location.node for location, _ in one.tried] == ["n0", "n1"]
+        fetching.fetcher.close()
+
+    asyncio.run(test())
+
+
 def holder(answer_seconds: float = 0.0, bytes_per_second: float = 0.0, users: int = 0) -> Holder:
     """One that was measured once, or never."""
     breaker, doubts = (Breaker(lambda: 0.0, 1, 1.0, 1.0) for _ in range(2))
     made = Holder(breaker, doubts, used_at=0.0, users=users)
     if answer_seconds:
-        made.pace.answered(answer_seconds, 0.0)
-    if bytes_per_second:
-        made.pace.received(2 * AT_ONCE_BYTES, 2 * AT_ONCE_BYTES / bytes_per_second, 0.0)
+        measure(made, answer_seconds, bytes_per_second, 0.0)
     return made
 
 
+def measure(one: Holder, answer_seconds: float, bytes_per_second: float, now: float) -> None:
+    one.pace.answered(answer_seconds, now)
+    if bytes_per_second:
+        one.pace.received(2 * AT_ONCE_BYTES, 2 * AT_ONCE_BYTES / bytes_per_second, now)
+
+
 def chosen(nbytes: int, *holders: Holder, now: float = 0.0) -> set[int]:
-    return {transfer._soonest(holders, nbytes, now) for _ in range(100)}
+    return {soonest(holders, nbytes, now) for _ in range(100)}
 
 
 def test_a_fast_holder_is_asked_for_much_and_a_near_one_for_little() -> None:
@@ -269,6 +360,63 @@ def test_who_waits_for_a_fast_holder_may_be_served_by_a_slower_one() -> None:
     assert chosen(50 << 20, fast, slow) == {1}
 
 
+BATCH = 64
+UNKNOWN = 0.0
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "busy", "least", "most"),
+    [
+        pytest.param([1e9, 1e9, 1e9], 0, [21, 21, 21], [22, 22, 22], id="equal"),
+        pytest.param([1e9, 0.8e9, 0.6e9], 0, [21, 21, 21], [22, 22, 22], id="equally fast"),
+        pytest.param([1e9, 1e9], 1, [31, 32], [32, 33], id="one is in use"),
+        pytest.param([1e9, 0.3e9], 0, [48, 10], [54, 16], id="a slower one relieves it"),
+        pytest.param([1e9, 0.05e9], 0, [64, 0], [64, 0], id="much slower"),
+        pytest.param([UNKNOWN, 1e9, 1e9], 0, [1, 30, 30], [2, 32, 32], id="one is not measured"),
+        pytest.param([UNKNOWN, UNKNOWN], 0, [32, 32], [32, 32], id="none is measured"),
+    ],
+)
+@pytest.mark.parametrize("nbytes", [8 << 20, 100 << 20])
+def test_large_items_of_one_call_are_spread(
+    monkeypatch: pytest.MonkeyPatch,
+    bytes_per_second: list[float],
+    busy: int,
+    least: list[int],
+    most: list[int],
+    nbytes: int,
+) -> None:
+    """`busy`: batches that the first holder is asked for already."""
+
+    async def test() -> None:
+        fetcher = Fetching(monkeypatch, lambda _: "ok").fetcher
+        count = len(bytes_per_second)
+        batch = [wanted(f"k{n}", print, count, nbytes) for n in range(BATCH)]
+        now = fetcher.loop.time()
+        holders = [fetcher._holder_of(batch[0], source) for source in batch[0].untried]
+        for one, speed in zip(holders, bytes_per_second, strict=True):
+            if speed != UNKNOWN:
+                measure(one, 0.001, speed, now)
+        holders[0].users = busy
+        fetcher.fetch(batch)
+        assigned = [sum(one.source[0].node == f"n{n}" for one in batch) for n in range(count)]
+        bounds = zip(least, assigned, most, strict=True)
+        assert all(low <= items <= high for low, items, high in bounds), assigned
+        fetcher.close()
+
+    asyncio.run(test())
+
+
+def test_a_holder_that_answers_is_asked_for_what_it_was_not_measured_with() -> None:
+    """Small items say nothing of how fast large ones come."""
+    slow, fast = holder(0.001), holder(0.001, 1e9)
+    assert chosen(50 << 20, slow, fast) == {0}
+    slow.users = 1
+    assert chosen(50 << 20, slow, fast) == {1}
+    assert chosen(1000, slow, fast) == {1}
+    fast.users = 2
+    assert chosen(1000, slow, fast) == {0}
+
+
 @pytest.mark.parametrize("of", ["breaker", "doubts"])
 def test_a_holder_that_failed_comes_last(of: str) -> None:
     fast, slow = holder(0.001, 1e9), holder(0.001, 1e6)
@@ -291,18 +439,18 @@ def test_what_was_measured_long_ago_is_measured_again() -> None:
 def test_a_transfer_for_which_no_thread_is_free_fails_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfer, "THREADS", 1)
-    monkeypatch.setattr(transfer, "PEER_PROGRESS_SECONDS", 0.1)
+    monkeypatch.setattr(receive, "THREADS", 1)
+    monkeypatch.setattr(receive, "PEER_PROGRESS_SECONDS", 0.1)
     monkeypatch.setattr(Link, "recv_available", lambda *_: 0)
     goes_on = threading.Event()
 
-    def receive(link: Link, buffer: memoryview, *, timeout: float, hasher: Any) -> None:
+    def recv_into(link: Link, buffer: memoryview, *, timeout: float, hasher: Any) -> None:
         if link.key == "slow":
             goes_on.wait(20.0)
         buffer[:] = bytes_of(link.key)
         hasher.update(buffer)
 
-    monkeypatch.setattr(Link, "recv_into", receive)
+    monkeypatch.setattr(Link, "recv_into", recv_into)
 
     async def test() -> None:
         fetching = Fetching(monkeypatch, lambda _: "ok")
@@ -314,7 +462,8 @@ def test_a_transfer_for_which_no_thread_is_free_fails_in_time(
         async with asyncio.timeout(10.0):
             while not others:
                 await asyncio.sleep(0.005)
-        assert others["k"].held is None
+        assert others["k"] == Fetched(None, MissReason.BUSY)
+        assert not any(one.doubts.failures for one in fetching.fetcher._holders.values())
         assert not slow.done()
         goes_on.set()
         async with asyncio.timeout(10.0):

@@ -14,6 +14,7 @@ const REASONS = {
   timeout: "it did not arrive in time",
   no_room: "too much of the arena is pinned",
   taken: "a hand-off that another taker took",
+  busy: "too many transfers were ahead of it",
 };
 const WAYS = {
   "received shm": "from engines of the node's host",
