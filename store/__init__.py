@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from store.answers import (
     GONE_SECONDS,
+    INVALIDATIONS_MAX,
+    NODES_MAX,
     Beat,
     ClaimAnswer,
     Claiming,
@@ -59,7 +61,9 @@ if TYPE_CHECKING:
 __all__ = [
     "DEVICE",
     "GONE_SECONDS",
+    "INVALIDATIONS_MAX",
     "LOCATIONS_MAX",
+    "NODES_MAX",
     "POOLS_MAX",
     "TTL_SECONDS",
     "Beat",

@@ -149,6 +149,12 @@ class Releasing:
     token: str
 
 
+NODES_MAX = 16_384
+"""Nodes that a store lists at most. Who can write it may add any number."""
+INVALIDATIONS_MAX = 16_384
+"""The same of invalidated namespaces."""
+
+
 @dataclass(frozen=True, slots=True)
 class Beat:
     """A node's heartbeat. A node is alive while `sequence` changes, by the observer's own clock."""

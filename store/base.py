@@ -320,7 +320,10 @@ class MetadataStore(ABC):
 
     @abstractmethod
     async def beats(self) -> dict[str, Beat]:
-        """Return the last beat of every registered node, by node id; dead nodes included."""
+        """Return the last beat of every registered node, by node id; dead nodes included.
+
+        Of more than NODES_MAX nodes, any so many.
+        """
 
     @abstractmethod
     async def describe_node(self, info: NodeInfo) -> None:
@@ -335,7 +338,10 @@ class MetadataStore(ABC):
         """
 
     async def invalidations(self) -> dict[str, float]:
-        """Return the last mark of each namespace, in seconds since 1970: see `mark_invalid`."""
+        """Return the last mark of each namespace, in seconds since 1970: see `mark_invalid`.
+
+        Of more than INVALIDATIONS_MAX namespaces, any so many.
+        """
         return {}
 
     async def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:

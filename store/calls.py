@@ -4,7 +4,7 @@ Pure functions. The scripts are in store/scripts. A result is a Redis value, or 
 the client returns in its place.
 """
 
-from typing import Any
+from typing import Any, Final
 
 from store import layout, record_fields
 from store.answers import (
@@ -19,6 +19,9 @@ from store.answers import (
 from store.client import Call, fields_of
 from store.errors import StoreCorrupt, StoreError, StoreFull, StoreUnavailable
 from store.record import LOCATIONS_MAX
+
+HOLDER_BYTES_MAX: Final = 256
+"""Of a claim's holder: a node's id and boot, and a time. Who can write the store may write more."""
 
 
 def publish_call(publishing: Publishing) -> Call:
@@ -76,7 +79,7 @@ def claim_answer(claiming: Claiming, answer: Any) -> ClaimAnswer:
     granted, holder, state, milliseconds, fields = answer
     return ClaimAnswer(
         granted=granted == 1,
-        holder=holder.decode("utf-8", "replace"),
+        holder=holder[:HOLDER_BYTES_MAX].decode("utf-8", "replace"),
         state=ClaimState(state.decode()),
         remaining_seconds=milliseconds / 1000,
         record=record_fields.read_record(claiming.namespace, claiming.key, fields_of(fields)),

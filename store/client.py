@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from importlib.resources import files
+from itertools import islice
 from typing import Any
 
 from redis.exceptions import AskError, MovedError, NoScriptError
@@ -91,6 +92,20 @@ class Client:
         """Like `find_hashes`, but empty as well if the server was not reached."""
         found = await self.find_hashes(names)
         return [{} if isinstance(fields, StoreUnavailable) else fields for fields in found]
+
+    async def read_some(self, name: str, fields_max: int) -> Fields:
+        """Up to `fields_max` fields of a HASH, in one round trip if it has no more; empty if it is
+        missing or of another type."""
+        budget, found = self.topology.new_budget(), Fields()
+        cursor: Part = 0
+        while len(found) < fields_max:
+            command = ("HSCAN", name, cursor, "COUNT", fields_max)
+            (reply,) = await self._exchange([(name, command)], budget)
+            cursor, page = reply if isinstance(reply, list) else (b"0", reply)
+            found |= fields_of(page)
+            if cursor == b"0":
+                break
+        return dict(islice(found.items(), fields_max))
 
     async def batch(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands together, each to the server of its first argument; return the replies.

@@ -39,6 +39,7 @@ PROBES: tuple[Command, ...] = (
     ("HGET", _PROBE, "field"),
     ("HGETALL", _PROBE),
     ("HKEYS", _PROBE),
+    ("HSCAN", _PROBE, 0, "COUNT", 1),
     ("HDEL", _PROBE, "field"),
     ("ZINCRBY", _PROBE, 1, "member"),
     ("ZMSCORE", _PROBE, "member"),
@@ -54,7 +55,10 @@ PROBES: tuple[Command, ...] = (
     ("EVALSHA", hashlib.sha1(_SCRIPT.encode()).hexdigest(), 1, _PROBE),
 )
 _READS: Final = frozenset(
-    {"PING", "INFO", "SCAN", "TYPE", "EXISTS", "HGET", "HGETALL", "HKEYS", "ZMSCORE", "GET", "PTTL"}
+    (
+        *("PING", "INFO", "SCAN", "TYPE", "EXISTS", "GET", "PTTL"),
+        *("HGET", "HGETALL", "HKEYS", "HSCAN", "ZMSCORE"),
+    )
 )
 
 

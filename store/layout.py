@@ -38,10 +38,11 @@ miss for readers and a conflict for publishers, until they expire.
 import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 
 from store.answers import Beat, Failure, NodeInfo, ServerInfo
-from store.record import PoolEndpoint
+from store.record import SAFE_NAME, PoolEndpoint
 
 VERSION = "1"
 
@@ -60,6 +61,11 @@ HITS_MAX = 10_000
 _SPELLED_CHARACTERS_MAX = 128
 _SAFE_KEY = re.compile(rf"[A-Za-z0-9._%#@=+,/-]{{1,{_SPELLED_CHARACTERS_MAX}}}\Z")
 _COUNTER_LIMIT = 2**63  # the server's counters are signed 64-bit integers
+_NAME_BYTES_MAX = 128  # see SAFE_NAME
+_VALUE_BYTES_MAX = 64
+"""Of a boot, a beat, the time of an invalidation."""
+_TEXT_BYTES_MAX = 512
+"""Of a node's endpoint, host and version. The name of a host has at most 253."""
 HASHED = "h."
 """Prefix of a name that is the hash of a key."""
 
@@ -141,10 +147,8 @@ def read_invalidations(fields: Mapping[bytes, bytes]) -> dict[str, float]:
     """When each namespace was invalidated. Garbled entries are left out."""
     found = {}
     for name, value in fields.items():
-        try:
-            found[name.decode("ascii")] = float(value)
-        except ValueError:
-            continue
+        with suppress(ValueError):
+            found[_short(name, _NAME_BYTES_MAX)] = float(_short(value, _VALUE_BYTES_MAX))
     return found
 
 
@@ -163,10 +167,10 @@ def read_node(name: str, fields: Mapping[bytes, bytes]) -> NodeInfo | None:
     try:
         return NodeInfo(
             node=name,
-            boot=fields[b"boot"].decode(),
-            endpoint=fields[b"endpoint"].decode(),
-            host=fields[b"host"].decode(),
-            version=fields[b"version"].decode(),
+            boot=_short(fields[b"boot"], _VALUE_BYTES_MAX),
+            endpoint=_short(fields[b"endpoint"], _TEXT_BYTES_MAX),
+            host=_short(fields[b"host"], _TEXT_BYTES_MAX),
+            version=_short(fields[b"version"], _TEXT_BYTES_MAX),
             capacity_bytes=read_count(fields[b"capacity"]),
             used_bytes=read_count(fields[b"used"]),
             items=read_count(fields[b"items"]),
@@ -193,8 +197,21 @@ def read_hits(score: bytes | None) -> int:
     return int(min(max(float(score or 0), 0.0), 2.0**63))
 
 
+def read_beats(fields: Mapping[bytes, bytes]) -> dict[str, Beat]:
+    """The beats in lb:nodes. Garbled entries are left out."""
+    found = {}
+    for name, value in fields.items():
+        node = name[: _NAME_BYTES_MAX + 1].decode("ascii", "replace")
+        beat = read_beat(value)
+        if beat and SAFE_NAME.match(node):
+            found[node] = beat
+    return found
+
+
 def read_beat(value: bytes) -> Beat | None:
     """The beat in a field of lb:nodes; None if garbled."""
+    if len(value) > _VALUE_BYTES_MAX:
+        return None
     boot, _, sequence = value.partition(b":")
     try:
         return Beat(boot.decode("ascii"), read_count(sequence))
@@ -209,7 +226,7 @@ def read_counters(fields: Mapping[bytes, bytes]) -> dict[str, int]:
         try:
             count = int(value)
             if 0 <= count < _COUNTER_LIMIT:
-                counters[name.decode()] = count
+                counters[_short(name, _NAME_BYTES_MAX)] = count
         except ValueError:
             continue
     return counters
@@ -231,8 +248,16 @@ def read_server_info(text: str) -> ServerInfo:
     )
 
 
+def _short(text: bytes, bytes_max: int) -> str:
+    """Raises ValueError for text that is longer, and so not a node's: readers keep what they read,
+    and who can write the store may write any length."""
+    if len(text) > bytes_max:
+        raise ValueError("too long")
+    return text.decode()
+
+
 def read_count(text: bytes) -> int:
     """A number as nodes write it. Raises ValueError for other text."""
-    if not text.isdigit() or len(text) > 19:
+    if len(text) > 19 or not text.isdigit():
         raise ValueError("not a count")
     return int(text)

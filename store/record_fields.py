@@ -15,6 +15,16 @@ from store.record import DEVICE, SAFE_NAME, DeviceLocation, Location, Record
 _RECORD_NAME = re.compile(rb"lb:rec:([A-Za-z0-9._-]{1,128}):\{([^{}]+)\}\Z")
 _SHAPE = re.compile(rb"\[(\d+(?:,\d+)*)?\]\Z")
 _DIMENSIONS_MAX = 16
+_FIELDS_MAX = 64
+"""Nodes write at most 16: more are the work of somebody else."""
+_DESCRIPTION_BYTES_MAX = 512
+"""Of dtype, shape, nbytes, kind, created and device together. A shape has at most 322 bytes, 16
+dimensions of 19 digits. The caches below keep them, so they have to be short."""
+_KEY_BYTES_MAX = 16 << 10
+"""Of a key that a scan finds in a record: 4,096 characters of UTF-8."""
+_NAME_BYTES_MAX = 3 + 128  # at: and a node id
+_TEXT_BYTES_MAX = 64  # Location.text and DeviceLocation.text
+_VERSION_BYTES_SHOWN = 16
 _CREATED_LIMIT = 1e11  # seconds since 1970, the year 5138: later times have no calendar date
 _DESCRIPTION = frozenset(
     [b"v", b"key", b"dtype", b"shape", b"nbytes", b"kind", b"created", b"device"]
@@ -39,7 +49,7 @@ def read_record(namespace: str, key: str, fields: Mapping[bytes, bytes]) -> Reco
     A garbled record is a miss and no error: a reader could not repair it.
     """
     try:
-        if not fields or fields[b"v"] != b"1":
+        if not fields or fields[b"v"] != b"1" or len(fields) > _FIELDS_MAX:
             return None
         raw = key_field(key)
         if raw and fields[b"key"] != raw:
@@ -48,11 +58,14 @@ def read_record(namespace: str, key: str, fields: Mapping[bytes, bytes]) -> Reco
         if not locations:
             return None  # no node to fetch from; withdraw never leaves such a record
         tensor = fields[b"dtype"], fields[b"shape"], fields[b"nbytes"], fields[b"kind"]
-        created = float(fields[b"created"])
+        since, device = fields[b"created"], fields.get(b"device", b"")
+        if sum(map(len, (*tensor, since, device))) > _DESCRIPTION_BYTES_MAX:
+            return None
+        created = float(since)
         if not 0 <= created < _CREATED_LIMIT:  # rejects NaN too
             return None
-        device = _read_device(fields.get(b"device", b""))
-        return Record(namespace, key, *_read_tensor(*tensor), created, locations, devices, device)
+        seen_on = _read_device(device)
+        return Record(namespace, key, *_read_tensor(*tensor), created, locations, devices, seen_on)
     except (KeyError, ValueError):
         return None
 
@@ -64,6 +77,8 @@ def read_named_record(name: bytes, fields: Mapping[bytes, bytes]) -> Record | No
         return None
     namespace, spelled = match.groups()
     raw = fields.get(b"key", b"") if spelled.startswith(layout.HASHED.encode()) else spelled
+    if len(raw) > _KEY_BYTES_MAX:
+        return None
     try:
         of = (namespace.decode(), raw.decode("utf-8", "surrogatepass"))
     except ValueError:
@@ -73,7 +88,7 @@ def read_named_record(name: bytes, fields: Mapping[bytes, bytes]) -> Record | No
 
 def unreadable(name: bytes, fields: Mapping[bytes, bytes]) -> str:
     """Why readers of this version miss the HASH `name`; empty if they can read it."""
-    version = fields.get(b"v", b"").decode("utf-8", "replace")
+    version = fields.get(b"v", b"")[:_VERSION_BYTES_SHOWN].decode("utf-8", "replace")
     if version != layout.VERSION:
         return f"of version {version}" if version else "without a version: not written by a node"
     return "" if read_named_record(name, fields) else "garbled, without a location, or misnamed"
@@ -84,12 +99,15 @@ def _read_locations(
 ) -> tuple[tuple[Location, ...], tuple[DeviceLocation, ...]]:
     locations, devices = [], []
     for name in filterfalse(_DESCRIPTION.__contains__, fields):
+        text = fields[name]
+        if len(name) > _NAME_BYTES_MAX or len(text) > _TEXT_BYTES_MAX:
+            continue
         kind, node = _node_in(name)
         try:
             if kind == b"at:":
-                locations.append(Location.parse(node, fields[name].decode()))
+                locations.append(Location.parse(node, text.decode()))
             elif kind == b"on:":
-                devices.append(DeviceLocation.parse(node, fields[name].decode()))
+                devices.append(DeviceLocation.parse(node, text.decode()))
         except ValueError:
             continue  # a garbled location does not hide the others
     return tuple(locations), _beside(devices, locations) if devices else ()

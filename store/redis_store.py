@@ -12,6 +12,8 @@ from dataclasses import replace
 from store import calls, layout, record_fields
 from store.answers import (
     GONE_SECONDS,
+    INVALIDATIONS_MAX,
+    NODES_MAX,
     Beat,
     ClaimAnswer,
     Claiming,
@@ -31,7 +33,7 @@ from store.errors import NodeTaken, StoreCorrupt, StoreFull, StoreUnavailable
 from store.inspection import RedisInspection
 from store.mirror import RedisMirror
 from store.mirror_claims import RedisMirrorClaims
-from store.record import SAFE_NAME, Record, check_namespace, check_node, check_token
+from store.record import Record, check_namespace, check_node, check_token
 from store.topology import Topology
 from store.trace import RedisTraces
 
@@ -142,9 +144,7 @@ class RedisStore(BrowsableStore):
                 )
 
     async def beats(self) -> dict[str, Beat]:
-        (fields,) = await self._client.read_hashes([layout.NODES])
-        found = ((_text(name), layout.read_beat(value)) for name, value in fields.items())
-        return {name: beat for name, beat in found if beat and SAFE_NAME.match(name)}
+        return layout.read_beats(await self._client.read_some(layout.NODES, NODES_MAX))
 
     async def describe_node(self, info: NodeInfo) -> None:
         info.check()
@@ -250,7 +250,7 @@ class RedisStore(BrowsableStore):
             )
 
     async def invalidations(self) -> dict[str, float]:
-        (fields,) = await self._client.read_hashes([layout.INVALID])
+        fields = await self._client.read_some(layout.INVALID, INVALIDATIONS_MAX)
         return layout.read_invalidations(fields)
 
     async def clear(self, namespace: str) -> int:

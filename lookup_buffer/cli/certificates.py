@@ -8,6 +8,7 @@ main thread; only writes files.
 import datetime
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -96,10 +97,13 @@ class Authority:
         """The one in `folder`, which is made if there is none.
 
         Raises:
-            CommandError: its files are not a certificate and a key, or one of them is missing.
+            CommandError: its files are not a certificate and a key, one of them is missing, or
+                another user owns one of them or the folder.
             OSError: they cannot be read or written.
         """
         certificate, key = _paths(folder, AUTHORITY)
+        for path in (folder, certificate, key):
+            _check_owner(path)
         if certificate.exists() or key.exists():
             return cls._read(certificate, key)
         authority = cls.make(AUTHORITY)
@@ -177,6 +181,19 @@ class Authority:
         _write(paths[1], _key_pem(key), mode=0o600)
         _write(paths[0], _pem(certificate), mode=0o644)
         return paths
+
+
+def _check_owner(path: Path) -> None:
+    """Raises CommandError: another user owns the file, or the link to it. He would have the key of
+    the authority, and could certify nodes."""
+    with suppress(FileNotFoundError):
+        owners = {path.lstat().st_uid, path.stat().st_uid}
+        if not owners <= {0, os.geteuid()}:
+            raise CommandError(
+                f"{path} belongs to another user, who could certify nodes with it: take a folder "
+                "of your own",
+                ExitCode.FOUND,
+            )
 
 
 def _paths(folder: Path, name: str) -> tuple[Path, Path]:

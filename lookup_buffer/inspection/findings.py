@@ -101,6 +101,10 @@ Differences = dict[str, tuple[str | None, str | None]]
 
 _SHOWN_CHARACTERS = 32
 _NAMED_MAX = 6
+_PARTS_CHARACTERS_MAX = 64 << 10
+"""A longer part is compared as a whole: who can write the store may write any length."""
+_DEPTH_MAX = 8
+"""Objects within objects that are taken apart. Each level is read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,19 +372,19 @@ def difference_text(found: Differences) -> str:
     return ", ".join(named)
 
 
-def _flat(parts: Mapping[str, str]) -> dict[str, str]:
+def _flat(parts: Mapping[str, str], depth: int = _DEPTH_MAX) -> dict[str, str]:
     flat: dict[str, str] = {}
     for name, value in parts.items():
-        members = _members(value)
+        members = _members(value) if depth else {}
         if members:
-            flat |= {f"{name}.{member}": text for member, text in _flat(members).items()}
+            flat |= {f"{name}.{member}": text for member, text in _flat(members, depth - 1).items()}
         else:
             flat[name] = value
     return flat
 
 
 def _members(value: str) -> dict[str, str]:
-    if not value.startswith("{"):
+    if not value.startswith("{") or len(value) > _PARTS_CHARACTERS_MAX:
         return {}
     try:
         found = json.loads(value)

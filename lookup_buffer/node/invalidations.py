@@ -14,7 +14,7 @@ from typing import Final
 
 from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.times import Clock
-from store import GoneReason, MetadataStore
+from store import INVALIDATIONS_MAX, GoneReason, MetadataStore
 
 LATE_SECONDS = 10.0
 """Every node with access to the store reads the list within two seconds."""
@@ -31,7 +31,8 @@ class Invalidations:
     _listed: dict[str, float] | None = None
     """None until the list was read for the first time."""
     _recent: dict[str, float] = field(default_factory=dict)
-    """By namespace: until when copies from other nodes are removed."""
+    """By namespace: until when copies from other nodes are removed. INVALIDATIONS_MAX at most."""
+    _has_warned: bool = False
     _started_at: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,18 +45,27 @@ class Invalidations:
             StoreError: the store did not answer.
         """
         found, now = await store.invalidations(), self.clock()
-        for namespace, at in found.items():
-            if self._is_news(namespace, at):
-                _log.info(
-                    "namespace %s was invalidated: its items on this node are removed", namespace
-                )
-                await self._remove(self.arena.items_of(namespace))
-                self._recent[namespace] = now + LATE_SECONDS
+        if len(found) >= INVALIDATIONS_MAX and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "the store lists %d invalidated namespaces or more: others are ignored",
+                INVALIDATIONS_MAX,
+            )
+        news = [namespace for namespace, at in found.items() if self._is_news(namespace, at)]
+        here = self._namespaces() if news or self._recent else set()
+        for namespace in here.intersection(news):
+            _log.info("namespace %s was invalidated: its items on this node are removed", namespace)
+            await self._remove(self.arena.items_of(namespace))
+        room = max(0, INVALIDATIONS_MAX - len(self._recent))
+        self._recent |= dict.fromkeys(news[:room], now + LATE_SECONDS)
         self._listed = found
-        for namespace, until in list(self._recent.items()):
+        for namespace in here.intersection(self._recent):
             await self._remove(self.arena.items_of(namespace, fetched_only=True))
-            if now >= until:
-                del self._recent[namespace]
+        self._recent = {space: until for space, until in self._recent.items() if now < until}
+
+    def _namespaces(self) -> set[str]:
+        """Those of which this node has items: the list may name any number of others."""
+        return {namespace for namespace, _ in self.arena.addresses()}
 
     async def _remove(self, items: Sequence[Item]) -> None:
         for start in range(0, len(items), PAGE):

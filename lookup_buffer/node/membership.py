@@ -15,6 +15,7 @@ bookkeeping without I/O; the clock is an argument. The dashboard has one, too.
 """
 
 import asyncio
+import logging
 import math
 import secrets
 import socket
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
@@ -36,6 +38,7 @@ from lookup_buffer.times import (
     Clock,
 )
 from store import (
+    NODES_MAX,
     Beat,
     Location,
     MetadataStore,
@@ -53,7 +56,12 @@ VOID_MAX = 1000
 UNSEEN_MAX = 1000
 """Bound on the remembered boots without a beat. Others are judged dead one reading of the beats
 later."""
+DESCRIPTIONS_PAGE = 500
+"""Descriptions that are read in one round trip, and with one reading of the beats of boots that had
+none before: anybody who can write the store can add boots without one."""
 WATCH_AGAIN_SECONDS = 0.25
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +94,16 @@ class Liveness:
         """Apply one reading of all beats: node → (boot, sequence).
 
         Nodes that are absent have shut down. After the store lost its data the reading is not
-        `complete`: absent nodes are then judged by their last beat.
+        `complete`: absent nodes are then judged by their last beat, NODES_MAX nodes in all.
         """
         if now - self._observed_at > BLIND_SECONDS or not complete:
             self._looking_since = now
         self._observed_at = now
-        before, self._beats = self._beats, {**({} if complete else self._beats), **beats}
+        before, self._beats = self._beats, dict(beats)
+        if not complete:
+            absent = (node for node in before if node not in beats)
+            kept = islice(absent, max(0, NODES_MAX - len(beats)))
+            self._beats |= {node: before[node] for node in kept}
         self._changed_at = {
             node: self._changed_at[node] if before.get(node) == beat else now
             for node, beat in self._beats.items()
@@ -150,6 +162,9 @@ class Directory:
         self.epoch = 0
         """Incremented when a node appears, dies or moves: earlier judgements are then out of
         date."""
+        self._undescribed: dict[tuple[str, str], None] = {}
+        """Boots that beat and had no description, the one that was asked for last at the end."""
+        self._has_warned = False
         self._listed = False
         self._lost_at = -DEAD_AFTER_SECONDS
         self._ticked_at = clock()
@@ -167,11 +182,23 @@ class Directory:
             for boot in self._infos.keys() - boots:
                 self._note_unseen(boot, -math.inf)  # it has beaten before, so it is not a new node
                 del self._infos[boot]
-            if unknown := [node for node, boot in boots - self._infos.keys()]:
-                with suppress(StoreUnavailable):  # a server is down: repeated with the next beat
-                    for info in (await store.node_infos(unknown)).values():
-                        self._infos[info.node, info.boot] = info
+            with suppress(StoreUnavailable):  # a server is down: repeated with the next beat
+                await self._describe(store, boots - self._infos.keys())
         self.tick()
+
+    async def _describe(self, store: MetadataStore, unknown: set[tuple[str, str]]) -> None:
+        """Read the descriptions of all boots that are new, and of some that had none."""
+        self._undescribed = {boot: None for boot in self._undescribed if boot in unknown}
+        again = islice(self._undescribed, DESCRIPTIONS_PAGE)
+        due = [*(unknown - self._undescribed.keys()), *again]
+        for start in range(0, len(due), DESCRIPTIONS_PAGE):
+            page = due[start : start + DESCRIPTIONS_PAGE]
+            for info in (await store.node_infos([node for node, _ in page])).values():
+                self._infos[info.node, info.boot] = info
+            for boot in page:  # to the end: the others come first
+                self._undescribed.pop(boot, None)
+                if boot not in self._infos:
+                    self._undescribed[boot] = None
 
     def _observe(self, beats: Mapping[str, Beat], asked_at: float) -> None:
         self.refreshed_at, now = asked_at, self._clock()
@@ -179,6 +206,9 @@ class Directory:
         if self._listed and self._node not in beats:
             self._lost_at = now  # this node beats, so the store has lost its data
         self._listed = self._listed or self._node in beats
+        if len(beats) >= NODES_MAX and not self._has_warned:
+            self._has_warned = True
+            _log.warning("the store lists %d nodes or more: others are ignored", NODES_MAX)
         observed = {node: (beat.boot, beat.sequence) for node, beat in beats.items()}
         complete = now - self._lost_at >= DEAD_AFTER_SECONDS
         self._liveness.observe(observed, now, complete=complete)

@@ -262,7 +262,7 @@ def check_names(stream: TlsSocket, node: str) -> None:
 def name_refusal(stream: TlsSocket, node: str) -> str:
     """Why the certificate of the other end is not that of `node`; empty if it is."""
     names = _names(stream.getpeercert())
-    if node in names and node != READER:
+    if node and node in names and node != READER:
         return ""
     return f"the certificate is of {_listed(names)}, not of {node}"
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -17,6 +18,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 from deployment import (
     TLS,
@@ -32,6 +34,7 @@ from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.environment import parse_bytes
 from lookup_buffer.errors import NodeRefused
+from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.protocol.auth import Purpose, connect
 from nodes import MIB, ROOT, ClientProcess, key, tensor_of, wait_until
@@ -41,6 +44,7 @@ from servers import redis_executable, user_rule
 pytestmark = pytest.mark.processes
 
 SERVICES = sorted(document()["services"])
+ENGINES = ("replica-a", "replica-b", "encoder", "consumer")
 SCRAPED_SECONDS = 60.0
 FOR_PIPES = ("&lb:pipe:*", "+subscribe", "+pubsub|numsub")
 
@@ -124,7 +128,13 @@ def test_a_service_has_only_the_rights_that_it_needs(name: str) -> None:
     assert all(name.endswith("_FILE") for name in secret)
 
 
-@pytest.mark.parametrize("name", ["replica-a", "replica-b", "encoder", "consumer"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_may_not_write_to_the_folder_of_its_nodes_socket(name: str) -> None:
+    (volume,) = Service(name).read_only_mounts
+    assert volume in ("node-a", "node-b")
+
+
+@pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_may_write_to_the_caches_of_libraries(name: str) -> None:
     volumes = {volume.split(":")[1] for volume in Service(name).raw["volumes"]}
     given = image_environment("vllm")
@@ -379,6 +389,48 @@ def test_a_node_runs_contained(contained: Stack) -> None:
         if line.split()[4] == "/"
     )  # fmt: skip
     assert "ro" in root[5].split(",")
+
+
+_TAKE_THE_SOCKET = """
+import os, socket, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.key import TensorKey
+from lookup_buffer.namespace import Namespace
+path = Path(sys.argv[2])
+url, capacity = sys.argv[3:]
+config = BufferConfig.of({"node_socket": path, "store_url": url, "capacity_bytes": capacity})
+for attack in (
+    path.unlink,
+    lambda: path.rename(path.with_name("other")),
+    lambda: socket.socket(socket.AF_UNIX).bind(str(path.with_name("mine.sock"))),
+    lambda: os.symlink("/tmp", path.with_name("link")),
+    lambda: path.parent.rename(path.parent.with_name("other")),
+):
+    try:
+        attack()
+    except OSError as error:
+        print(error.strerror)
+    else:
+        print("done")
+with LookupBuffer(config, Namespace.named("compose")) as buffer:
+    print(bytes(buffer.select(TensorKey("true")).tolist()).decode())
+"""
+
+
+def test_an_engine_cannot_take_the_place_of_its_node(contained: Stack) -> None:
+    """It would answer the engines of its host with forged bytes. It is the node's user."""
+    engine, node = Service("replica-a"), Service("node-a")
+    config = client_config(contained, node)
+    with _client(contained, "node-a") as honest:
+        honest.insert(TensorKey("true"), torch.tensor(list(b"true"), dtype=torch.uint8))
+    given = (str(ROOT), str(config.node_socket), str(config.store_url), str(config.capacity_bytes))
+    temporary = f"TMPDIR={contained.path(engine, '/tmp')}"  # of the engine's container
+    program = ["env", temporary, sys.executable, "-P", "-c", _TAKE_THE_SOCKET, *given]
+    done = contained.execute(engine.name, program)
+    assert done.stdout.split("\n") == [*["Read-only file system"] * 5, "true", ""], done.stderr
 
 
 def test_pins_of_an_engine_in_another_container_end_with_it(contained: Stack) -> None:

@@ -122,6 +122,8 @@ def test_engine_and_node_agree() -> None:
         if volume["name"] == "socket"
     ]
     assert len(set(paths)) == 1
+    (mount,) = [m for m in PODS["vllm"]["containers"][0]["volumeMounts"] if m["name"] == "socket"]
+    assert mount["readOnly"] is True, "or it could take the node's place"
     assert PODS["vllm"]["securityContext"]["runAsUser"] == NODE["securityContext"]["runAsUser"]
     engine["capacity_bytes"] = "1GiB"  # nor that much memory, perhaps
     parse_settings(engine)

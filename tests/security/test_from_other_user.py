@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from command_line import run
 from lookup_buffer.access import runtime_directory
+from lookup_buffer.cli.certificates import Authority
 from lookup_buffer.dashboard.feed import WATCHERS_MAX
 from lookup_buffer.errors import ConfigError
 from nodes import NodeProcess, StartNode, wait_until
@@ -133,6 +135,36 @@ def test_who_was_refused_at_the_socket_is_in_the_log(shared: Path) -> None:
                 assert other.receive() == b""
         assert node.log_text().count(f"a process of user {NOBODY} was refused: this node") == 1
         assert "map that user, and never set it as 'node_uid'" in node.log_text()
+
+
+# -- an authority that he has left where the user makes his
+
+LEAVE = """
+folder, files = arguments
+if not os.path.exists(folder):
+    os.mkdir(folder)
+for name, content in files.items():
+    with open(os.path.join(folder, name), "wb") as file:
+        file.write(content)
+send(True)
+receive()
+"""
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["his folder", "a folder for all"])
+def test_an_authority_of_another_user_is_not_used(
+    shared: Path, tmp_path: Path, *, is_there: bool
+) -> None:
+    Authority.of(tmp_path)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    folder = shared if is_there else shared / "certificates"
+    with OtherUser(LEAVE, str(folder), files) as other:
+        assert other.receive()
+        done = run("certificates", str(folder), "node-a")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "belongs to another user" in done.stderr
+    assert not (folder / "node-a.pem").exists()
+    assert run("certificates", str(tmp_path), "node-a").returncode == 0  # the control
 
 
 # -- the dashboard

@@ -5,22 +5,27 @@ import dataclasses
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 import torch
 
+from awaited import at_once, awaited
 from command_line import beating, boot_of, publish
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import MissingTensor, NodeRefused, PipeError
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.node.arena import Arena, Item
+from lookup_buffer.node.invalidations import Invalidations
 from lookup_buffer.node.links import HANDOFFS, TENSORS, dial
 from lookup_buffer.protocol.auth import Purpose, connect
 from lookup_buffer.protocol.framing import encode_frame
-from nodes import StartNode, handoff, key, tensor_of, wait_until, with_store
+from memory_store import MemoryStore
+from nodes import MIB, StartNode, handoff, key, tensor_of, wait_until, with_store
 from peer_servers import NAMESPACE, TOKEN, WITH_TOKEN, Bench, answered, on_a_loop
 from proxies import Relay
 from servers import StartServer, command
-from store import open_store
+from store import NODES_MAX, layout, open_store
 
 
 @asynccontextmanager
@@ -184,3 +189,85 @@ def test_a_request_that_is_injected_ends_the_connection() -> None:
             link.abort()
 
     on_a_loop(test)
+
+
+def hash_set(url: str, name: str, fields: dict[str, str]) -> None:
+    flat = [text for pair in fields.items() for text in pair]
+    for start in range(0, len(flat), 10_000):
+        command(url, "HSET", name, *flat[start : start + 10_000])
+
+
+def resident_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1]) << 10
+
+
+def test_huge_records_are_misses_and_are_not_kept(
+    start_node: StartNode, start_server: StartServer
+) -> None:
+    url, huge = start_server().url, "A" * (40 * MIB)
+    node = start_node(store_url=url)
+    with_store(node)
+    before = resident_bytes(node.pid)
+    with node.client() as client:
+        for number in range(4):
+            name = key()
+            record = layout.record(Namespace.named("tests").fingerprint, str(name))
+            fields = {"v": "1", "shape": "[1]", "nbytes": "4", "kind": "tensor", "created": "1"}
+            hash_set(url, record, fields | {"dtype": huge, "at:ghost": f"b{number}:1:{1:016x}"})
+            with pytest.raises(MissingTensor, match="absent"):
+                client.select(name)
+            command(url, "DEL", record)
+    wait_until(lambda: resident_bytes(node.pid) < before + 100 * MIB, 10.0)
+
+
+def test_huge_descriptions_of_nodes_are_not_kept(
+    start_node: StartNode, start_server: StartServer
+) -> None:
+    url, huge = start_server().url, "A" * (40 * MIB)
+    node = start_node(store_url=url)
+    with_store(node)
+    before = resident_bytes(node.pid)
+    counts = {"capacity": "1", "used": "1", "items": "1"}
+    for number in range(4):
+        described = {"boot": boot_of("g"), "endpoint": huge, "host": "h", "version": "1"}
+        hash_set(url, f"lb:node:ghost-{number}", described | counts)
+        hash_set(url, "lb:nodes", {f"ghost-{number}": f"{boot_of('g')}:1"})
+        wait_until(lambda: node.stats()["nodes_alive"] == number + 2, 30.0)  # noqa: B023
+        command(url, "DEL", f"lb:node:ghost-{number}")
+    wait_until(lambda: resident_bytes(node.pid) < before + 100 * MIB, 10.0)
+
+
+def test_a_node_takes_no_more_nodes_than_a_bound(
+    start_node: StartNode, start_server: StartServer
+) -> None:
+    url = start_server().url
+    node = start_node(store_url=url)
+    with_store(node)
+    hash_set(url, "lb:nodes", {f"ghost-{n}": f"{boot_of('g')}:1" for n in range(2 * NODES_MAX)})
+    wait_until(lambda: "others are ignored" in node.log_text(), 30.0)
+    assert node.stats()["nodes_alive"] <= NODES_MAX
+    command(url, "DEL", "lb:nodes")
+    wait_until(lambda: node.stats()["nodes_alive"] == 1, 90.0)
+
+
+class CountingArena(Arena):
+    walks = 0
+
+    def items_of(self, namespace: str, *, fetched_only: bool = False) -> list[Item]:
+        self.walks += 1
+        return super().items_of(namespace, fetched_only=fetched_only)
+
+
+def test_invalidations_of_what_a_node_does_not_have_cost_no_walk_over_its_items() -> None:
+    arena, store = CountingArena(MIB, lambda *_: None), MemoryStore()
+    try:
+        invalidations = Invalidations(arena, lambda: 0.0, lambda: 0.0)
+        for number in range(1000):
+            store.mark_invalid(f"ghost-{number}", 1.0)
+        at_once(invalidations.apply(awaited(store)))
+        at_once(invalidations.apply(awaited(store)))
+    finally:
+        arena.close()
+    assert arena.walks == 0

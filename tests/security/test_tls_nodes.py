@@ -265,6 +265,7 @@ def test_a_certified_node_cannot_pose_as_another(
     said = refusal(a, context_of(ours.of("evil")), "tls-b")
     assert said == "refused: the certificate is of 'evil', not of tls-b"
     assert "not of " in refusal(a, context_of(ours.of("evil")), "")
+    assert "not of " in refusal(a, context_of(ours.named("nobody", x509.DNSName(""))), "")
 
 
 def test_a_certificate_replaces_no_token(

@@ -8,6 +8,7 @@ import pytest
 from servers import command, flush, patient
 from store import (
     LOCATIONS_MAX,
+    NODES_MAX,
     BlockingStore,
     ClaimState,
     EmbeddedServer,
@@ -241,6 +242,22 @@ def test_an_unreadable_beat_occupies_no_id(
     command(valkey_server.url, "HSET", "lb:nodes", "node-1", value)
     assert not store.beat("node-1", BOOT[:15], 1)
     assert store.beat("node-1", BOOT[:15], 2)
+
+
+@pytest.mark.parametrize("left", [8_000, 2 * NODES_MAX])
+def test_beats_in_a_large_table_are_read_up_to_a_bound(
+    store: BlockingStore, valkey_server: EmbeddedServer, left: int
+) -> None:
+    """A table that was larger before is read in several round trips."""
+    names = [f"n{number}" for number in range(4 * NODES_MAX)]
+    for start in range(0, len(names), 4096):
+        page = names[start : start + 4096]
+        command(valkey_server.url, "HSET", layout.NODES, *(t for n in page for t in (n, "b:1")))
+    for start in range(left, len(names), 4096):
+        command(valkey_server.url, "HDEL", layout.NODES, *names[start : start + 4096])
+    beats = store.beats()
+    assert len(beats) == min(left, NODES_MAX)
+    assert set(beats) <= set(names[:left])
 
 
 def test_a_batch_takes_one_round_trip_and_survives_a_script_flush(

@@ -150,6 +150,11 @@ class Service:
         return [tuple(each.split(":")[:2]) for each in self.raw.get("volumes", [])]
 
     @property
+    def read_only_mounts(self) -> set[str]:
+        """The sources of those mounts that the service may not write to."""
+        return {each.split(":")[0] for each in self.raw.get("volumes", []) if each.endswith(":ro")}
+
+    @property
     def user(self) -> tuple[int, int]:
         uid, gid = self.raw["user"].split(":")
         return int(uid), int(gid)
@@ -227,7 +232,8 @@ class Stack:
                 text = (ROOT / source).read_text(encoding="utf-8")
                 here.write_text(self.translated(service, text), encoding="utf-8")
             else:
-                writable.append(here)
+                if source not in service.read_only_mounts:
+                    writable.append(here)
                 if not here.exists():
                     here.mkdir(parents=True, mode=0o700)
                     if os.getuid() == 0:

@@ -4,7 +4,10 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-from lookup_buffer.cli.certificates import Authority
+from cryptography import x509
+
+from lookup_buffer.cli import certificates
+from lookup_buffer.cli.certificates import AUTHORITY, Authority
 from lookup_buffer.config import TLS_FILES, TlsFiles
 from lookup_buffer.protocol.tls import Tls
 
@@ -32,6 +35,17 @@ class Files:
             node, self.folder, days * DAY, now, reader=reader
         )
         return TlsFiles(certificate, private, self.folder / "authority.pem")
+
+    def named(self, name: str, *names: x509.GeneralName) -> TlsFiles:
+        """A certificate with these names, whatever they are; `name` is that of its file."""
+        key, now = certificates._new_key(), certificates._now()
+        ends = (now - DAY, now + DAY)
+        authority = self._authority._key
+        made = certificates._signed(name, key, AUTHORITY, authority, *ends, names=[*names])
+        paths = certificates._paths(self.folder, name)
+        paths[0].write_bytes(certificates._pem(made))
+        paths[1].write_bytes(certificates._key_pem(key))
+        return TlsFiles(*paths, self.folder / "authority.pem")
 
     def tls(self, node: str, *, reader: bool = False) -> Tls:
         return Tls(self.of(node, reader=reader), node, read_only=reader)

@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from awaited import at_once, awaited
-from lookup_buffer.node.membership import VOID_MAX, Directory
+from lookup_buffer.node.membership import DESCRIPTIONS_PAGE, VOID_MAX, Directory, Liveness
 from lookup_buffer.times import LONG_DEAD_SECONDS
 from memory_store import MemoryStore
-from store import Beat, Location, NodeInfo
+from store import NODES_MAX, Beat, Location, NodeInfo
 from store.testing.samples import a_record
 
 
@@ -273,3 +274,40 @@ def test_its_memory_is_bounded_and_checked_again(fleet: Fleet) -> None:
     assert len(fleet.directory.take_void(10)) == 10
     fleet.pass_seconds(1, "us", "a")
     assert fleet.directory.take_void(VOID_MAX) == [], "it was only frozen"
+
+
+class Asked(MemoryStore):
+    """Counts the descriptions that are read."""
+
+    count = 0
+
+    def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
+        self.count += len(nodes)
+        return super().node_infos(nodes)
+
+
+def test_nodes_without_a_description_are_asked_for_a_page_at_a_time(fleet: Fleet) -> None:
+    fleet.store = store = Asked()
+    for number in range(3 * DESCRIPTIONS_PAGE):
+        store.beat(f"ghost-{number:04}", "ghostboot", 1)
+    fleet.pass_seconds(1, "us")
+    assert store.count == 3 * DESCRIPTIONS_PAGE + 1, "each once"
+    store.count = 0
+    store.describe_node(replace(info("ghost-0000"), boot="ghostboot"))
+    for seconds in (1, 1, 1):
+        fleet.pass_seconds(seconds, "us")
+    assert store.count == 3 * DESCRIPTIONS_PAGE, "all again, in turns"
+    assert fleet.directory.endpoint(at("ghost-0000", "ghostboot")) == "tcp://ghost-0000:1"
+    fleet.pass_seconds(1, "us", "new")
+    assert fleet.directory.endpoint(at("new")) == "tcp://new:1", (
+        "a new one does not wait for its turn"
+    )
+
+
+def test_beats_of_nodes_that_come_and_go_do_not_fill_the_memory() -> None:
+    """Absent nodes are kept for a while where this node's own beat is absent as well."""
+    liveness = Liveness()
+    for turn in range(3):
+        beats = {f"{turn}-{number}": ("boot", 1) for number in range(NODES_MAX)}
+        liveness.observe(beats, float(turn), complete=False)
+        assert len(liveness.boots()) == NODES_MAX

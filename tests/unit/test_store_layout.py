@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from store import (
     POOLS_MAX,
+    Beat,
     DeviceLocation,
     Location,
     NodeInfo,
@@ -192,3 +193,39 @@ def test_a_name_is_hashed_only_if_necessary(key: str) -> None:
 def test_a_digest_is_spelled_out_up_to_128_characters() -> None:
     assert layout.key_name("a1" * 64) == "a1" * 64
     assert layout.key_name("a1" * 64 + "a").startswith("h.")
+
+
+@pytest.mark.parametrize("name", ["dtype", "shape", "nbytes", "kind", "created", "device"])
+def test_a_record_with_a_huge_field_is_a_miss_and_is_not_kept(name: str) -> None:
+    record = Record("ns", "k", "uint8", (4,), 4, "tensor", 1.0, (Location("n", "boot", 1, 7),))
+    fields = fields_of(record)
+    assert record_fields.read_record("ns", "k", fields) is not None
+    huge = b"[" + b"1" * 4096 + b"]" if name == "shape" else b"1" * 4096
+    assert record_fields.read_record("ns", "k", fields | {name.encode(): huge}) is None
+
+
+def test_huge_and_many_locations_are_skipped() -> None:
+    record = Record("ns", "k", "uint8", (4,), 4, "tensor", 1.0, (Location("n", "boot", 1, 7),))
+    fields = fields_of(record)
+    others = {b"at:" + b"m" * 4096: GOOD_TEXT, b"at:m": GOOD_TEXT + b"0" * 4096, b"x" * 4096: b""}
+    record_fields._node_in.cache_clear()
+    assert record_fields.read_record("ns", "k", fields | others) == record
+    assert record_fields._node_in.cache_info().currsize == 1
+    many = {f"at:m{number}".encode(): GOOD_TEXT for number in range(100)}
+    assert record_fields.read_record("ns", "k", fields | many) is None
+
+
+@pytest.mark.parametrize("name", ["boot", "endpoint", "host", "version"])
+def test_a_huge_description_of_a_node_is_no_description(name: str) -> None:
+    described = NodeInfo("n", "boot", "tcp://n:1", "n", "0", 1, 0, 0)
+    parts = iter([_raw(part) for part in layout.node_fields(described)])
+    fields = dict(zip(parts, parts, strict=True))
+    assert layout.read_node("n", fields) == described
+    assert layout.read_node("n", fields | {name.encode(): b"x" * 4096}) is None
+
+
+def test_huge_beats_and_invalidations_are_left_out() -> None:
+    huge = b"1" * 4096
+    beats = {b"n": b"boot:1", b"m": huge + b":1", b"l": b"boot:" + huge, huge: b"boot:1"}
+    assert layout.read_beats(beats) == {"n": Beat("boot", 1)}
+    assert layout.read_invalidations({b"ns": b"1.5", huge: b"1.5", b"n": huge}) == {"ns": 1.5}
