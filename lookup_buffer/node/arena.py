@@ -13,6 +13,7 @@ hand-off) is never returned by a look-up.
 """
 
 import itertools
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -36,6 +37,9 @@ HANDOFF_FRACTION: Final = 1 / 2
 """Share of the arena for all hand-offs together: they are never evicted."""
 PEER_OWNER: Final = -2
 """Owner of the pins on items that are being sent to other nodes."""
+TICKET_BITS: Final = 62
+"""Of a ticket, all random: whoever has one may report `Done` for it, which an engine's scheduler
+passes on to its workers, and nobody learns another one from those that he has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +136,6 @@ class Arena:
         self._offers: dict[QualifiedKey, Item] = {}
         self._pins: dict[int, Pin] = {}
         self._generations = itertools.count(1)
-        self._tickets = itertools.count(1)
         self._pinned_bytes = self._reserved_bytes = 0
         self._handoff_bytes = 0
         self._wanted_bytes = 0
@@ -221,7 +224,8 @@ class Arena:
             self._check_held(item.nbytes)
             self._pinned_bytes += item.nbytes
         item.pins += 1
-        pin = Pin(next(self._tickets), item, owner, None if ranks is None else set(ranks))
+        ticket = secrets.randbits(TICKET_BITS)
+        pin = Pin(ticket, item, owner, None if ranks is None else set(ranks))
         self._pins[pin.ticket] = pin
         return pin
 

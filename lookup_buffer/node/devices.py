@@ -17,15 +17,14 @@ import asyncio
 import random
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, Final
 
 from lookup_buffer.config import parse_address
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arena import Arena, Item
+from lookup_buffer.node.arena import TICKET_BITS, Arena, Item
 from lookup_buffer.node.connection import Session, granted
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located, Locator
@@ -37,8 +36,8 @@ from store import POOLS_MAX, DeviceLocation, Location, MetadataStore, NodeInfo, 
 
 KNOWN_MAX: Final = 4096
 """Bound on the keys that a pool is assumed to have received."""
-FIRST_TICKET: Final = 1 << 62
-"""Tickets of lanes start here; those of `arena` never get so high."""
+LANE_TICKET: Final = 1 << TICKET_BITS
+"""Tickets of lanes have this bit; those of `arena` do not. The others are as random: see there."""
 BASE_SECONDS: Final = 1.0
 BYTES_PER_SECOND: Final = 100e6
 """A transfer may take BASE_SECONDS plus its size over this rate; then the bytes are fetched over
@@ -248,10 +247,6 @@ class Lanes:
     counters: Counters
     pools: Pools
     _held: dict[int, _Held] = field(default_factory=dict)
-    _tickets: Iterator[int] = field(
-        default_factory=lambda: count(FIRST_TICKET + secrets.randbits(61))
-    )
-    """A random start for each run of the node: a pool may still have tickets of an earlier run."""
 
     def open(self, session: Session, request: OpenPool) -> None:
         """Register a session's pool; it replaces an earlier one."""
@@ -295,7 +290,7 @@ class Lanes:
         if not reason:
             assert record is not None, "checked by `find`"
             held = _Held(
-                next(self._tickets), session, address,
+                LANE_TICKET | secrets.randbits(TICKET_BITS), session, address,
                 TensorHeader.for_tensor(record.dtype, record.shape), pools, set(pools),
                 _on_devices(located), self.loop.create_future(), set(session.ranks() or ()),
             )  # fmt: skip
