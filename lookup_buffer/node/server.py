@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lookup_buffer.errors import (
+    BufferFull,
     ConfigError,
     LookupBufferError,
     MissReason,
@@ -29,7 +30,16 @@ from lookup_buffer.errors import (
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.closer import Closer
-from lookup_buffer.node.connection import Answer, Connection, Fields, Seat, Session, Tasks
+from lookup_buffer.node.connection import (
+    OUTPUT_TOTAL_BYTES,
+    WAITS_MAX,
+    Answer,
+    Connection,
+    Fields,
+    Seat,
+    Session,
+    Tasks,
+)
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes
 from lookup_buffer.node.insert import Inserts
@@ -38,6 +48,7 @@ from lookup_buffer.node.prefetch import Prefetches
 from lookup_buffer.node.reachability import Reachability
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
+from lookup_buffer.node.shares import Shares
 from lookup_buffer.node.takes import Taken, Takes
 from lookup_buffer.protocol.messages import (
     CHANGES,
@@ -111,6 +122,10 @@ class Server:
     """Whether CHANGES are refused."""
     closer: Closer = field(default_factory=Closer)
     idle_since: float = field(default_factory=time.monotonic)
+    _waits: Shares = field(default_factory=lambda: Shares("requests that wait", WAITS_MAX))
+    _unread: Shares = field(
+        default_factory=lambda: Shares("bytes of replies that are not read", OUTPUT_TOTAL_BYTES)
+    )
     _prefetches: Prefetches = field(init=False)
     _handlers: dict[type[Request], Callable[[Session, Any], Answer]] = field(init=False)
     """Of the requests that do not involve the connection on which they came. A `LookupBufferError`
@@ -223,7 +238,9 @@ class Server:
         if len(self._of) >= CONNECTIONS_MAX:
             self.closer.close_connection(sock)
             return
-        connection = Connection(self.loop, sock, self._on_message, self._on_end, closer=self.closer)
+        connection = Connection(
+            self.loop, sock, self._on_message, self._on_end, closer=self.closer, unread=self._unread
+        )
         self._of[connection] = None
         if connection.uid not in (os.getuid(), 0):
             connection.end(None)
@@ -272,15 +289,14 @@ class Server:
                 self._begin(connection, request)
                 return
             answer = self._handle(connection, session, request)
+            if isinstance(answer, dict):
+                self._answer(connection, session, request, answer)
+            elif answer is not None:
+                self._start(connection, session, request, answer)
         except ProtocolError:
             raise  # `Connection` closes the connection
         except LookupBufferError as error:
             connection.send(error_reply(request.id, error))
-            return
-        if isinstance(answer, dict):
-            self._answer(connection, session, request, answer)
-        elif answer is not None:
-            session.start(self._answer_later(connection, session, request, answer), connection)
 
     def _begin(self, connection: Connection, request: Request) -> None:
         """Answer a request on a connection without a session."""
@@ -320,6 +336,22 @@ class Server:
             case _:
                 raise ProtocolError(f"{request.op} out of turn")
         return None
+
+    def _start(
+        self,
+        connection: Connection,
+        session: Session,
+        request: Request,
+        answer: Coroutine[Any, Any, Fields],
+    ) -> None:
+        keys = request.keys if isinstance(request, Contains) else ()
+        try:
+            session.start(
+                self._answer_later(connection, session, request, answer), connection, keys=keys
+            )
+        except BufferFull:
+            answer.close()
+            raise
 
     async def _answer_later(
         self,
@@ -428,7 +460,8 @@ class Server:
     def _open(self, connection: Connection, request: Hello) -> Session:
         seat = None if request.seat is None else Seat(*request.seat)
         number = int.from_bytes(os.urandom(7), "big")
-        session = self._of[connection] = self._sessions[number] = Session(number, connection, seat)
+        session = Session(number, connection, seat, self._waits)
+        self._of[connection] = self._sessions[number] = session
         connection.allow_large_headers()
         self.counters.add("sessions_opened")
         return session

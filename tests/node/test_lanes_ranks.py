@@ -159,3 +159,16 @@ def test_a_ticket_cannot_be_concluded_from_others(engine: Engine) -> None:
     engine.turn()
     assert min(abs(first - second), abs(second - third), abs(first - third)) > 1 << 20
     assert min(first, second, third) >= LANE_TICKET
+
+
+def test_the_tickets_of_a_session_are_pins_of_it_and_as_bounded(engine: Engine) -> None:
+    shares, owner = engine.pools.arena.shares, engine.scheduler.id
+    shares.total = 4
+    receivings = [engine.receive() for _ in range(3)]
+    assert len(engine.wants(0)) == 2
+    assert not shares.fits(owner)
+    assert receivings[2].result() is None
+    engine.lanes.release_all(engine.scheduler)
+    for receiving in receivings:
+        assert engine.loop.run_until_complete(receiving) is None
+    assert shares.fits(owner, 4)
