@@ -44,6 +44,7 @@ passes on to its workers, and nobody learns another one from those that he has."
 PINS_MAX: Final = 131_072
 """Bound on the pins of all clients, see `shares`: of one at most half as many. Those of an engine
 with many ranks count more: see `pin_size`."""
+PINS_OWN: Final = 32
 RANKS_A_PIN: Final = 8
 
 
@@ -147,7 +148,7 @@ class Arena:
         """The complete items that have a time to live."""
         self._offers: dict[QualifiedKey, Item] = {}
         self._pins: dict[int, Pin] = {}
-        self.shares = Shares("pins", PINS_MAX)
+        self.shares = Shares("pins", PINS_MAX, PINS_OWN)
         """The pins of clients, also those of lanes. The owners below 0 are parts of the node."""
         self._generations = itertools.count(1)
         self._pinned_bytes = self._reserved_bytes = 0

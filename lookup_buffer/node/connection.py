@@ -33,9 +33,11 @@ OUTPUT_MAX_BYTES = 16 << 20
 """Of replies that one remote end has not read."""
 OUTPUT_TOTAL_BYTES = 128 << 20
 """The same, of all clients of the node."""
+OUTPUT_OWN_BYTES = 64 << 10
 WAITS_MAX = 8_192
 """Bound on the requests of all clients that wait, see `shares`: of one at most half as many. Each
 is resumed every second (`locate.LOOK_AGAIN_SECONDS`): so many take 0.4 s of a processor for it."""
+WAITS_OWN = 8
 HELLO_BYTES_MAX = 16 << 10
 """Of a header from a client that has no session yet: to decode one takes 3 ms at most."""
 DESCRIPTORS_MAX = 4
@@ -307,6 +309,11 @@ class Connection:
         self._flush()
 
 
+def new_waits() -> Shares:
+    """Counts the requests that wait of all sessions of one node."""
+    return Shares("requests that wait", WAITS_MAX, WAITS_OWN)
+
+
 @dataclass(frozen=True, slots=True)
 class Seat:
     """Which rank of which engine a client is. `rank` None: the scheduler."""
@@ -325,7 +332,9 @@ class Session:
     id: int
     anchor: Connection
     seat: Seat | None
-    waits: Shares = field(default_factory=lambda: Shares("requests that wait", WAITS_MAX))
+    waits: Shares = field(
+        default_factory=lambda: Shares("requests that wait", WAITS_MAX, WAITS_OWN)
+    )
     """Of all sessions; this one's are counted under its id."""
     connections: set[Connection] = field(default_factory=set)
     _requests: Tasks = field(default_factory=Tasks)

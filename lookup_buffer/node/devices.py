@@ -37,6 +37,7 @@ from store import POOLS_MAX, DeviceLocation, Location, MetadataStore, NodeInfo, 
 
 OFFERS_MAX: Final = 16_384
 """Bound on the copies that all pools offer, see `shares`: of one at most half as many."""
+OFFERS_OWN: Final = 8
 KNOWN_MAX: Final = 4096
 """Bound on the keys that a pool is assumed to have received."""
 LANE_TICKET: Final = 1 << TICKET_BITS
@@ -115,7 +116,9 @@ class Pools:
     has_readers: bool = False
     """Whether one of the pools receives."""
     _pools: dict[Session, Pool] = field(default_factory=dict)
-    shares: Shares = field(default_factory=lambda: Shares("offers of a device", OFFERS_MAX))
+    shares: Shares = field(
+        default_factory=lambda: Shares("offers of a device", OFFERS_MAX, OFFERS_OWN)
+    )
     _offers: dict[QualifiedKey, dict[Pool, _Offered]] = field(default_factory=dict)
 
     def open(self, session: Session, request: OpenPool) -> None:

@@ -16,6 +16,7 @@ from store import Claiming, ClaimState
 
 CLAIMS_MAX: Final = 16_384
 """Bound on the claims of all clients, see `shares`: of one engine at most half as many."""
+CLAIMS_OWN: Final = 8
 FORGET_SECONDS: Final = 1.0
 """The entry of a claim is dropped this long after the end of its lease."""
 
@@ -53,7 +54,7 @@ class HeldClaims:
     """
 
     loop: asyncio.AbstractEventLoop
-    shares: Shares = field(default_factory=lambda: Shares("claims", CLAIMS_MAX))
+    shares: Shares = field(default_factory=lambda: Shares("claims", CLAIMS_MAX, CLAIMS_OWN))
     _held: dict[tuple[Owner, QualifiedKey], HeldClaim] = field(default_factory=dict)
 
     def __len__(self) -> int:

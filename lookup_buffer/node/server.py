@@ -31,14 +31,15 @@ from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.closer import Closer
 from lookup_buffer.node.connection import (
+    OUTPUT_OWN_BYTES,
     OUTPUT_TOTAL_BYTES,
-    WAITS_MAX,
     Answer,
     Connection,
     Fields,
     Seat,
     Session,
     Tasks,
+    new_waits,
 )
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes
@@ -91,6 +92,8 @@ from lookup_buffer.shm.index import RemoteIndex
 from lookup_buffer.times import QUARANTINE_SECONDS
 
 CONNECTIONS_MAX = 1024
+"""Of clients, with the sessions that were lost and still have pins: each of those has a
+descriptor."""
 HELLO_SECONDS = 5.0
 """A connection that has no session after this time is closed."""
 CLOSE_SECONDS = 2.0
@@ -122,9 +125,9 @@ class Server:
     """Whether CHANGES are refused."""
     closer: Closer = field(default_factory=Closer)
     idle_since: float = field(default_factory=time.monotonic)
-    _waits: Shares = field(default_factory=lambda: Shares("requests that wait", WAITS_MAX))
+    _waits: Shares = field(default_factory=new_waits)
     _unread: Shares = field(
-        default_factory=lambda: Shares("bytes of replies that are not read", OUTPUT_TOTAL_BYTES)
+        default_factory=lambda: Shares("unread bytes", OUTPUT_TOTAL_BYTES, OUTPUT_OWN_BYTES)
     )
     _prefetches: Prefetches = field(init=False)
     _handlers: dict[type[Request], Callable[[Session, Any], Answer]] = field(init=False)
@@ -137,6 +140,8 @@ class Server:
     _probes: set[Connection] = field(default_factory=set)
     """Those that asked for `Metrics` without a session."""
     _serving: Tasks = field(default_factory=Tasks)
+    _lost: int = 0
+    """Sessions that were lost and still have pins."""
     _strangers: set[int] = field(default_factory=set)
     """Users whose processes were refused."""
     _listener: socket.socket | None = None
@@ -235,7 +240,7 @@ class Server:
             self.loop.remove_reader(self._listener.fileno())
             self.loop.call_later(TRY_AGAIN_SECONDS, self._watch)
             return
-        if len(self._of) >= CONNECTIONS_MAX:
+        if len(self._of) + self._lost >= CONNECTIONS_MAX:
             self.closer.close_connection(sock)
             return
         connection = Connection(
@@ -513,11 +518,13 @@ class Server:
     async def _end_of(self, process: int | None) -> None:
         """Return when the process of this pidfd has ended, or after QUARANTINE_SECONDS."""
         ended: asyncio.Future[None] = self.loop.create_future()
+        self._lost += 1
         if process is not None:
             self.loop.add_reader(process, ended.cancel)
         try:
             await asyncio.wait([ended], timeout=QUARANTINE_SECONDS)
         finally:
+            self._lost -= 1
             if process is not None:
                 self.loop.remove_reader(process)
 

@@ -2,8 +2,9 @@
 
 Each limit is far above what an engine needs; it stops a client that is broken or hostile. A client
 may open many sessions, so there is one bound for all, and each may hold at most as much as all
-leave free: whoever comes next finds room. Pure bookkeeping, on the loop's thread. Used by `arena`,
-`connection`, `claims` and `devices`.
+leave free. A little is everyone's own, whatever others hold: the bound may be exceeded by that
+much for each of `server.CONNECTIONS_MAX` sessions. Pure bookkeeping, on the loop's thread. Used by
+`arena`, `connection`, `held_claims` and `devices`.
 """
 
 from collections.abc import Collection, Hashable
@@ -25,12 +26,14 @@ class Shares:
     what: str
     total: int
     """Bound on what all hold together; one alone may hold half of it."""
+    own: int
+    """What each may hold in any case."""
     _held: dict[Hashable, int] = field(default_factory=dict)
     _used: int = 0
 
     def fits(self, owner: Hashable, count: int = 1) -> bool:
         """Whether this owner may hold so many more."""
-        return self._held.get(owner, 0) + count <= self.total - self._used
+        return self._held.get(owner, 0) + count <= max(self.own, self.total - self._used)
 
     def check(self, owner: Hashable, count: int = 1) -> None:
         """Raises BufferFull: this owner may not hold so many more."""

@@ -163,7 +163,7 @@ def test_a_ticket_cannot_be_concluded_from_others(engine: Engine) -> None:
 
 def test_the_tickets_of_a_session_are_pins_of_it_and_as_bounded(engine: Engine) -> None:
     shares, owner = engine.pools.arena.shares, engine.scheduler.id
-    shares.total = 4
+    shares.total, shares.own = 4, 0
     receivings = [engine.receive() for _ in range(3)]
     assert len(engine.wants(0)) == 2
     assert not shares.fits(owner)

@@ -302,3 +302,20 @@ def test_replies_that_nobody_reads(start_node: StartNode) -> None:
             wait_until(lambda pins=4096 * number: stats(node)["pins"] == pins, 5.0)  # type: ignore[misc]
         has_ended = [client.ended(0.1) for client in clients]
         assert 0 < has_ended.count(False) * 350_000 <= total_bytes
+
+
+def test_sessions_that_end_without_goodbye(start_node: StartNode) -> None:
+    """Their pins stay while their process lives, each with a descriptor of the node."""
+    node = start_node(prelude="from lookup_buffer.node import server\nserver.CONNECTIONS_MAX = 12")
+    name = key()
+    with node.client() as client:
+        client.insert(name, tensor_of("x", 1000))
+    with raw(node) as first:
+        before = first.ask(messages.Stats(1))["stats"]["open_files"]
+        with suppress(ConnectionError, AssertionError):
+            for _ in range(30):
+                with raw(node) as client:
+                    own_ticket(client, name.text)
+        after = first.ask(messages.Stats(2))["stats"]
+        assert after["pins"] <= 12
+        assert after["open_files"] < before + 24

@@ -12,7 +12,7 @@ from store import Claiming, ClaimState
 from virtual_loop import VirtualLoop
 from virtual_nodes import NAMESPACE, Store, VirtualNode
 
-TOTAL = 64
+TOTAL, OWN = 64, 2
 
 
 def fill(shares: Shares, owner: int) -> int:
@@ -25,9 +25,9 @@ def fill(shares: Shares, owner: int) -> int:
 
 
 def test_whoever_comes_next_finds_room() -> None:
-    shares = Shares("things", TOTAL)
-    held = [fill(shares, owner) for owner in range(5)]
-    assert held == [32, 16, 8, 4, 2]
+    shares = Shares("things", TOTAL, OWN)
+    held = [fill(shares, owner) for owner in range(8)]
+    assert held == [32, 16, 8, 4, 2, 2, 2, 2]
     with pytest.raises(BufferFull, match="32 things"):
         shares.check(0)
     for owner, count in enumerate(held):
@@ -38,11 +38,12 @@ def test_whoever_comes_next_finds_room() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20)), max_size=100))
 def test_all_together_never_exceed_the_total(asked: list[tuple[int, int]]) -> None:
-    shares = Shares("things", TOTAL)
+    """Except by what is each one's own."""
+    shares = Shares("things", TOTAL, OWN)
     for owner, count in asked:
         if shares.fits(owner, count):
             shares.add(owner, count)
-    assert sum(shares._held.values()) == shares._used <= TOTAL
+    assert sum(shares._held.values()) == shares._used <= TOTAL + OWN * len(shares._held)
 
 
 def test_a_request_for_many_keys_counts_more() -> None:
