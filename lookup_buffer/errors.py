@@ -83,7 +83,8 @@ class LookupTimeout(LookupBufferError, TimeoutError):
 
 
 class BufferFull(LookupBufferError):
-    """No room, and nothing could be evicted in the time given. A later try may succeed."""
+    """No room, and nothing could be evicted in the time given; or this client holds as much of the
+    node as one may (docs/security.md). A later try may succeed."""
 
 
 class TensorTooLarge(LookupBufferError, ValueError):

@@ -434,6 +434,7 @@ class LookupBuffer:
         Raises:
             NodeUnavailable: the node did not answer in time.
             ReadOnly: the node only reads. `claim_all` then settles as FAILED.
+            BufferFull: this engine has too many claims.
             ConfigError: `lease_seconds` is not a valid time.
         """
         lease, wait = checked_seconds("lease_seconds", lease_seconds), clamped_seconds(timeout)

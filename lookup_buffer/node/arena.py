@@ -13,9 +13,10 @@ hand-off) is never returned by a look-up.
 """
 
 import itertools
+import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +24,7 @@ from xxhash import xxh3_64_intdigest
 
 from lookup_buffer.errors import BufferFull, TensorTooLarge
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.shares import Shares
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.shm.allocator import Allocator
 from lookup_buffer.shm.index import LocalIndex
@@ -36,6 +38,14 @@ HANDOFF_FRACTION: Final = 1 / 2
 """Share of the arena for all hand-offs together: they are never evicted."""
 PEER_OWNER: Final = -2
 """Owner of the pins on items that are being sent to other nodes."""
+TICKET_BITS: Final = 62
+"""Of a ticket, all random: whoever has one may report `Done` for it, which an engine's scheduler
+passes on to its workers, and nobody learns another one from those that he has."""
+PINS_MAX: Final = 131_072
+"""Bound on the pins of all clients, see `shares`: of one at most half as many. Those of an engine
+with many ranks count more: see `pin_size`."""
+PINS_OWN: Final = 32
+RANKS_A_PIN: Final = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +96,8 @@ class Pin:
     owner: int
     ranks: set[int] | None
     """Ranks that have not reported done yet; None if the owner releases the pin itself."""
+    size: int
+    """What it counts in the owner's share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +111,11 @@ class Gauges:
     handoff_bytes: int
     pins: int
     capacity_bytes: int
+
+
+def pin_size(ranks: Collection[int] | None) -> int:
+    """What a pin for these ranks counts."""
+    return 1 + (0 if ranks is None else len(ranks) // RANKS_A_PIN)
 
 
 class Arena:
@@ -131,8 +148,9 @@ class Arena:
         """The complete items that have a time to live."""
         self._offers: dict[QualifiedKey, Item] = {}
         self._pins: dict[int, Pin] = {}
+        self.shares = Shares("pins", PINS_MAX, PINS_OWN)
+        """The pins of clients, also those of lanes. The owners below 0 are parts of the node."""
         self._generations = itertools.count(1)
-        self._tickets = itertools.count(1)
         self._pinned_bytes = self._reserved_bytes = 0
         self._handoff_bytes = 0
         self._wanted_bytes = 0
@@ -201,28 +219,37 @@ class Arena:
     # -- pins
 
     def hold(
-        self, address: QualifiedKey, owner: int, ranks: Iterable[int] | None = None
+        self, address: QualifiedKey, owner: int, ranks: Collection[int] | None = None
     ) -> Pin | None:
         """Pin the complete item at `address` for `owner`; None if there is none.
 
         Raises:
-            BufferFull: pins and reservations would exceed their share.
+            BufferFull: see `pin`.
         """
         item = self.touch(address)
         return None if item is None else self.pin(item, owner, ranks)
 
-    def pin(self, item: Item, owner: int, ranks: Iterable[int] | None = None) -> Pin:
+    def pin(self, item: Item, owner: int, ranks: Collection[int] | None = None) -> Pin:
         """Pin a complete item that is found or pinned; also a loan.
 
         Raises:
-            BufferFull: pins and reservations would exceed their share.
+            BufferFull: pins and reservations would exceed their share, or this owner has too many
+                pins.
         """
+        if owner >= 0:
+            self.shares.check(owner, pin_size(ranks))
+        return self._pin(item, owner, ranks)
+
+    def _pin(self, item: Item, owner: int, ranks: Collection[int] | None) -> Pin:
         if not item.pins and not item.is_handoff:
             self._check_held(item.nbytes)
             self._pinned_bytes += item.nbytes
         item.pins += 1
-        pin = Pin(next(self._tickets), item, owner, None if ranks is None else set(ranks))
+        ticket = secrets.randbits(TICKET_BITS)
+        size = pin_size(ranks)
+        pin = Pin(ticket, item, owner, None if ranks is None else set(ranks), size)
         self._pins[pin.ticket] = pin
+        self.shares.add(owner, size)
         return pin
 
     def release(self, tickets: Iterable[int], owner: int) -> None:
@@ -253,6 +280,7 @@ class Arena:
 
     def _unpin(self, pin: Pin) -> None:
         del self._pins[pin.ticket]
+        self.shares.add(pin.owner, -pin.size)
         item = pin.item
         item.pins -= 1
         if item.pins:
@@ -337,7 +365,7 @@ class Arena:
         else:
             self._reserved_bytes -= item.nbytes
         item.checksum, item.last_used, item.ready = checksum, self._clock(), True
-        pin = self.pin(item, owner)  # within the share, as the reservation was
+        pin = self._pin(item, owner, None)  # within the share, as the reservation was
         if not item.gone:
             self._list(item)
         return pin

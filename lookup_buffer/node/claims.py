@@ -32,10 +32,12 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from lookup_buffer.errors import BufferFull
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena
-from lookup_buffer.node.connection import Fields, Owner, Session, granted
+from lookup_buffer.node.connection import Fields, Session, granted
 from lookup_buffer.node.counters import RENEWED, UNASKED, Counters
+from lookup_buffer.node.held_claims import HeldClaim, HeldClaims
 from lookup_buffer.node.locate import Locator, Waiting
 from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.read import Reads
@@ -61,12 +63,6 @@ from store import (
     StoreUnavailable,
 )
 
-WAITING_MAX = 4096
-"""Bound on the sets of one session that are not answered."""
-ACTIVE_MAX = 2 * WAITING_MAX
-"""Bound on the requests of one session that wait for their turn: those sets, and messages."""
-FORGET_SECONDS = 1.0
-"""The entry of a claim is dropped this long after the end of its lease."""
 CLOSE_SECONDS = 1.0
 """For claims still to be released at shutdown; leases end the rest."""
 
@@ -225,92 +221,6 @@ def _key(one: Claiming | Releasing) -> QualifiedKey:
     return one.namespace, one.key
 
 
-# -- claims that engines of this node hold
-
-
-@dataclass(slots=True, eq=False)
-class HeldClaim:
-    """The claim of one engine for one key."""
-
-    address: QualifiedKey
-    session: Session
-    """The session that last requested it; its end releases the claim."""
-    ends_at: float
-    granted_until: float = 0.0
-    """Until when the store has certainly granted it."""
-    encoding_since: float | None = None
-    """None: it is an intent."""
-    promise: asyncio.TimerHandle | None = None
-    """Writes the state ENCODING to the store, which does not have it yet."""
-
-    def forget_promise(self) -> None:
-        if self.promise is not None:
-            self.promise.cancel()
-            self.promise = None
-
-
-@dataclass(slots=True)
-class HeldClaims:
-    """By owner and key: all clients of an engine share its claims, as far as the node knows.
-
-    An entry exists from the moment when the store has, or may have, granted a claim, until the
-    claim is released or its lease has certainly ended.
-    """
-
-    loop: asyncio.AbstractEventLoop
-    _held: dict[tuple[Owner, QualifiedKey], HeldClaim] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        """The number of claims of this node's engines. On any thread."""
-        return len(self._held)
-
-    def find(self, session: Session, address: QualifiedKey) -> HeldClaim | None:
-        """The claim of this session's engine; its lease may have ended."""
-        return self._held.get((session.owner, address))
-
-    def lasting(self, session: Session, address: QualifiedKey) -> HeldClaim | None:
-        """The claim, if this engine has it as far as the node knows."""
-        claim = self.find(session, address)
-        return claim if claim is not None and claim.ends_at > self.loop.time() else None
-
-    def keep(self, session: Session, claiming: Claiming, granted_seconds: float) -> None:
-        """The claim is, or may be, this engine's, or is renewed; the store has granted it for
-        `granted_seconds`, 0 if unknown."""
-        now, address = self.loop.time(), _key(claiming)
-        claim = self.find(session, address)
-        ends_at = now + claiming.lease_seconds
-        if claim is None:
-            claim = self._held[session.owner, address] = HeldClaim(address, session, ends_at)
-            self._forget_at_end(claim)
-        claim.ends_at = max(claim.ends_at, ends_at)
-        claim.granted_until = now + granted_seconds
-        if claiming.state is ClaimState.ENCODING:
-            claim.encoding_since = now if claim.encoding_since is None else claim.encoding_since
-            claim.forget_promise()
-
-    def drop(self, session: Session, address: QualifiedKey) -> HeldClaim | None:
-        """Remove the engine's entry and return it."""
-        claim = self._held.pop((session.owner, address), None)
-        if claim is not None:
-            claim.forget_promise()
-        return claim
-
-    def of_session(self, session: Session) -> list[QualifiedKey]:
-        """The keys of the claims that end with the session."""
-        return [claim.address for claim in self._held.values() if claim.session is session]
-
-    def _forget_at_end(self, claim: HeldClaim) -> None:
-        """Drop the entry when its lease, however often renewed, has certainly ended. One timer
-        an entry."""
-        if self.find(claim.session, claim.address) is not claim:
-            return
-        left = claim.ends_at - self.loop.time()
-        if left <= 0:
-            self.drop(claim.session, claim.address)
-        else:
-            self.loop.call_later(left + FORGET_SECONDS, self._forget_at_end, claim)
-
-
 # -- the requests of one session
 
 
@@ -384,11 +294,12 @@ class Claims:
     def claim_all(self, session: Session, request: ClaimAll, tell: Tell) -> None:
         """Take the claims of `request`; `tell` gets the events that `ClaimAll` describes."""
         turns = self._sessions[session]
-        if self.read_only or len(turns.sets) >= WAITING_MAX or request.id in turns.sets:
+        task: asyncio.Task[None] | None = None
+        if not self.read_only and request.id not in turns.sets:
+            task = self._start(session, request.keys, self._claim_all, request, tell)
+        if task is None:
             tell(_event(Answer(ClaimOutcome.FAILED)))
-            return
-        task = self._start(session, self._claim_all, request, tell)
-        if task is not None:
+        else:
             turns.sets[request.id] = task
             task.add_done_callback(lambda _: turns.sets.pop(request.id))
 
@@ -399,7 +310,7 @@ class Claims:
             seconds = request.lease_seconds
             addresses -= {each for each in addresses if self._promise(session, each, seconds)}
         if addresses:
-            self._queue(session, self._encode, addresses, request.lease_seconds)
+            self._start(session, request.keys, self._encode, addresses, request.lease_seconds)
 
     def unclaim(self, session: Session, request: Unclaim) -> None:
         """End a wait, and release claims that the engine no longer needs."""
@@ -410,20 +321,20 @@ class Claims:
         if self.is_idle(session):
             self._release(session, addresses)
         elif addresses:
-            self._queue(session, self._unclaim, addresses)
+            self._start(session, request.keys, self._unclaim, addresses)
 
     async def _unclaim(self, session: Session, addresses: Sequence[QualifiedKey]) -> None:
         async with self._sessions[session].turn:
             self._release(session, addresses)
 
-    def _queue(self, session: Session, message: Request, *arguments: Any) -> None:
-        """Run `message`, which takes a turn. At the bound it is dropped; leases end its claims."""
-        if len(self._sessions[session].active) < ACTIVE_MAX:
-            self._start(session, message, *arguments)
-
-    def _start(self, session: Session, request: Request, *args: Any) -> asyncio.Task[None] | None:
-        """Start a request which, from now on, has its turn or waits for it."""
-        active, task = self._sessions[session].active, session.start(request(session, *args))
+    def _start(
+        self, session: Session, keys: Sequence[str], request: Request, *args: Any
+    ) -> asyncio.Task[None] | None:
+        """Start a request which, from now on, has its turn or waits for it. None if it is dropped,
+        since too many wait: leases end its claims."""
+        task, active = None, self._sessions[session].active
+        with suppress(BufferFull):
+            task = session.start(request(session, *args), keys=keys)
         if task is not None:
             active.add(task)
             task.add_done_callback(active.discard)
@@ -445,7 +356,7 @@ class Claims:
         return True
 
     def _keep_promise(self, claim: HeldClaim, lease_seconds: float) -> None:
-        self._queue(claim.session, self._encode, [claim.address], lease_seconds, claim)
+        self._start(claim.session, (), self._encode, [claim.address], lease_seconds, claim)
 
     async def _encode(
         self,
@@ -459,14 +370,23 @@ class Claims:
             if promised is not None and not self.held.lasting(session, promised.address):
                 return
             for address in sorted(addresses):
-                claim = self._ask(session, address, ClaimState.ENCODING, lease_seconds)
-                group.create_task(self._counted(claim))
+                group.create_task(self._encode_one(session, address, lease_seconds))
+
+    async def _encode_one(
+        self, session: Session, address: QualifiedKey, lease_seconds: float
+    ) -> None:
+        with suppress(BufferFull):  # then it encodes without a claim
+            await self._counted(self._ask(session, address, ClaimState.ENCODING, lease_seconds))
 
     # -- a set of claims
 
     async def _claim_all(self, session: Session, request: ClaimAll, tell: Tell) -> None:
         attempt = partial(self._take_in_turn, session, request)
-        tell(_event(await self._repeat(attempt, request.wait_seconds, tell)))
+        try:
+            answer = await self._repeat(attempt, request.wait_seconds, tell)
+        except BufferFull:
+            answer = Answer(ClaimOutcome.FAILED)
+        tell(_event(answer))
 
     async def _take_in_turn(self, session: Session, request: ClaimAll) -> Answer:
         turns, task = self._sessions[session], asyncio.current_task()
@@ -545,14 +465,19 @@ class Claims:
     async def _ask(
         self, session: Session, address: QualifiedKey, state: ClaimState, lease_seconds: float
     ) -> Answer:
-        """Take one claim, or learn who has it."""
+        """Take one claim, or learn who has it.
+
+        Raises:
+            BufferFull: this engine has too many claims.
+        """
         if self.arena.holds(address) or self.waiting.locator.known(address[0], [address[1]])[0]:
             return Answer(ClaimOutcome.STORED, address)
         holder = f"{self.holder}:{int(time.time())}"  # since when, shown to people
         token = self._token(session, address)
         claiming = Claiming(*address, holder, token, state, lease_seconds)
         try:
-            answer = await self.arbiter.claim(claiming)
+            with self.held.room(session, address):
+                answer = await self.arbiter.claim(claiming)
         except asyncio.CancelledError:
             if self.held.find(session, address) is None:  # nobody else would release it
                 self.arbiter.release([Releasing(*address, token)])

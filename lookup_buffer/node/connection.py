@@ -2,10 +2,10 @@
 
 A `Connection` is one socket: a client's unix socket, or another node's TCP socket. It decodes
 frames, encodes replies and passes descriptors both ways (on a unix socket only). It never blocks.
-Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`: a remote end that does not read its
-replies is disconnected, and so is another node that acknowledges nothing for
-PEER_PROGRESS_SECONDS. Created by `server` (clients), `takes`, `handoffs` and `reachability`
-(nodes).
+Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`, and that of all clients together by
+`OUTPUT_TOTAL_BYTES`: a remote end that does not read its replies is disconnected, and so is another
+node that acknowledges nothing for PEER_PROGRESS_SECONDS. Created by `server` (clients), `takes`,
+`handoffs` and `reachability` (nodes).
 
 A `Session` has a client's connections, engine rank, and the requests that wait. It begins with
 `Hello` on its main connection, the first one. It ends with `Goodbye`, or with that connection.
@@ -17,14 +17,15 @@ import array
 import asyncio
 import socket
 import struct
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from termios import TIOCOUTQ
 from typing import Any, TypeVar
 
-from lookup_buffer.errors import LookupBufferError, ProtocolError
+from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.node.closer import RECEIVED_MAX, Closer
+from lookup_buffer.node.shares import Shares, size_of
 from lookup_buffer.protocol.framing import MAX_HEADER_BYTES, FrameDecoder, Macs, encode_frame
 from lookup_buffer.protocol.messages import Request
 from lookup_buffer.protocol.sockets import bytes_in_kernel, end_when_unanswered
@@ -32,6 +33,14 @@ from lookup_buffer.times import PEER_PROGRESS_SECONDS, TRANSFER_TOLD_SECONDS
 
 READ_BYTES = 64 << 10
 OUTPUT_MAX_BYTES = 16 << 20
+"""Of replies that one remote end has not read."""
+OUTPUT_TOTAL_BYTES = 128 << 20
+"""The same, of all clients of the node."""
+OUTPUT_OWN_BYTES = 64 << 10
+WAITS_MAX = 8_192
+"""Bound on the requests of all clients that wait, see `shares`: of one at most half as many. Each
+is resumed every second (`locate.LOOK_AGAIN_SECONDS`): so many take 0.4 s of a processor for it."""
+WAITS_OWN = 8
 HELLO_BYTES_MAX = 16 << 10
 """Of a header from a client that has no session yet: to decode one takes 3 ms at most."""
 DESCRIPTORS_MAX = 4
@@ -103,9 +112,10 @@ class Connection:
         on_end: Callable[["Connection", LookupBufferError | None], None],
         macs: Macs | None = None,
         closer: Closer | None = None,
+        unread: Shares | None = None,
     ) -> None:
         """`closer` is for a client's socket, which passes descriptors, and whose headers are small
-        until `allow_large_headers`."""
+        until `allow_large_headers`. `unread`: the bytes of replies that clients have not read."""
         self._loop = loop
         self._socket = sock
         self._on_message = on_message
@@ -117,6 +127,7 @@ class Connection:
             mac=macs.receives if macs else None,
         )
         self._output = bytearray()
+        self._unread, self._unread_bytes = unread, 0
         self._descriptors: list[int] = []
         self._open = True
         self._is_heard = True
@@ -239,6 +250,7 @@ class Connection:
             self._closer.close_connection(self._socket)
         self.discard(self._descriptors)
         self._descriptors = []
+        self._count_unread(0)
         self._requests.cancel()
         self._on_end(self, error)
 
@@ -277,11 +289,13 @@ class Connection:
             while self._output:
                 sent = self._socket.send(self._output)
                 del self._output[:sent]
+            self._count_unread(0)
         except (BlockingIOError, InterruptedError):
-            if len(self._output) > OUTPUT_MAX_BYTES:
-                self.end(ProtocolError(f"{OUTPUT_MAX_BYTES} bytes of replies are not read"))
-            else:
+            if self._may_be_unread(len(self._output)):
+                self._count_unread(len(self._output))
                 self._loop.add_writer(self._socket.fileno(), self._writable)
+            else:
+                self.end(ProtocolError(f"{len(self._output)} bytes of replies are not read"))
         except ConnectionError:  # it closed; what it sent before (a Goodbye) is still read
             self._is_heard = False
             self._output.clear()
@@ -298,9 +312,24 @@ class Connection:
             self._is_in_use = False
             end_when_unanswered(self._socket)
 
+    def _may_be_unread(self, nbytes: int) -> bool:
+        if nbytes > OUTPUT_MAX_BYTES:
+            return False
+        return self._unread is None or self._unread.fits(self, nbytes - self._unread_bytes)
+
+    def _count_unread(self, nbytes: int) -> None:
+        if self._unread is not None and nbytes != self._unread_bytes:
+            self._unread.add(self, nbytes - self._unread_bytes)
+            self._unread_bytes = nbytes
+
     def _writable(self) -> None:
         self._loop.remove_writer(self._socket.fileno())
         self._flush()
+
+
+def new_waits() -> Shares:
+    """Counts the requests that wait of all sessions of one node."""
+    return Shares("requests that wait", WAITS_MAX, WAITS_OWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,9 +350,11 @@ class Session:
     id: int
     anchor: Connection
     seat: Seat | None
+    waits: Shares = field(
+        default_factory=lambda: Shares("requests that wait", WAITS_MAX, WAITS_OWN)
+    )
+    """Of all sessions; this one's are counted under its id."""
     connections: set[Connection] = field(default_factory=set)
-    awaiting: Tasks = field(default_factory=Tasks)
-    """Each waits for a key that no node has."""
     _requests: Tasks = field(default_factory=Tasks)
     _says_goodbye: bool = False
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -359,12 +390,33 @@ class Session:
         self.anchor.send({"id": request.id, **event})
 
     def start(
-        self, request: Coroutine[Any, Any, None], connection: Connection | None = None
+        self,
+        request: Coroutine[Any, Any, None],
+        connection: Connection | None = None,
+        *,
+        keys: Sequence[str] = (),
     ) -> "asyncio.Task[None] | None":
         """Run a request that waits, see `Connection.start`: that of the main connection, if it did
-        not come on `connection`."""
+        not come on `connection`. `keys`: what it is for, if they may be many.
+
+        Raises:
+            BufferFull: too many of its requests wait.
+        """
+        size = size_of(keys)
+        try:
+            self.waits.check(self.id, size)
+        except BufferFull:
+            request.close()
+            raise
         task = (connection or self.anchor).start(request)
-        return None if task is None else self._requests.own(task)
+        if task is not None:
+            self.count(self._requests.own(task), size)
+        return task
+
+    def count(self, task: "asyncio.Task[Any]", size: int = 1) -> None:
+        """Count this task, one of a request that waits, until it ends."""
+        self.waits.add(self.id, size)
+        task.add_done_callback(lambda _: self.waits.add(self.id, -size))
 
     async def run(self) -> bool:
         """Returns after `end`, once the last request has ended: whether the client said Goodbye."""

@@ -17,28 +17,31 @@ import asyncio
 import random
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, Final
 
 from lookup_buffer.config import parse_address
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arena import Arena, Item
+from lookup_buffer.node.arena import TICKET_BITS, Arena, Item, pin_size
 from lookup_buffer.node.connection import Session, granted
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import Located, Locator
 from lookup_buffer.node.membership import Directory
+from lookup_buffer.node.shares import Shares
 from lookup_buffer.protocol.fields import Fallback, MaybeFallback
 from lookup_buffer.protocol.header import DTYPES, TensorHeader
 from lookup_buffer.protocol.messages import Offer, OpenPool, Prepare, Received, Retract, SeenPool
 from store import POOLS_MAX, DeviceLocation, Location, MetadataStore, NodeInfo, PoolEndpoint, Record
 
+OFFERS_MAX: Final = 16_384
+"""Bound on the copies that all pools offer, see `shares`: of one at most half as many."""
+OFFERS_OWN: Final = 8
 KNOWN_MAX: Final = 4096
 """Bound on the keys that a pool is assumed to have received."""
-FIRST_TICKET: Final = 1 << 62
-"""Tickets of lanes start here; those of `arena` never get so high."""
+LANE_TICKET: Final = 1 << TICKET_BITS
+"""Tickets of lanes have this bit; those of `arena` do not. The others are as random: see there."""
 BASE_SECONDS: Final = 1.0
 BYTES_PER_SECOND: Final = 100e6
 """A transfer may take BASE_SECONDS plus its size over this rate; then the bytes are fetched over
@@ -113,6 +116,9 @@ class Pools:
     has_readers: bool = False
     """Whether one of the pools receives."""
     _pools: dict[Session, Pool] = field(default_factory=dict)
+    shares: Shares = field(
+        default_factory=lambda: Shares("offers of a device", OFFERS_MAX, OFFERS_OWN)
+    )
     _offers: dict[QualifiedKey, dict[Pool, _Offered]] = field(default_factory=dict)
 
     def open(self, session: Session, request: OpenPool) -> None:
@@ -148,7 +154,7 @@ class Pools:
     def prepare(self, session: Session, request: Prepare) -> None:
         pool, address = self._pools.get(session), (request.namespace, request.key)
         if pool is not None and self.arena.peek(address) is None:  # else it will not be stored
-            self._offers.setdefault(address, {})[pool] = _Offered(request.mark, 0)
+            self._add(address, pool, _Offered(request.mark, 0))
 
     def offer(self, session: Session, request: Offer) -> None:
         pool, address = self._pools.get(session), (request.namespace, request.key)
@@ -161,11 +167,21 @@ class Pools:
             self._retract(address, pool)
             pool.let_go([], [address])
             return
-        offers = self._offers.setdefault(address, {})
-        known = offers.get(pool)
-        offers[pool] = _Offered(request.mark, item.generation)
-        if known is None or known.mark != request.mark or not known.stands_beside(item):
+        known = self._offers.get(address, {}).get(pool)
+        if not self._add(address, pool, _Offered(request.mark, item.generation)):
+            pool.let_go([], [address])
+        elif known is None or known.mark != request.mark or not known.stands_beside(item):
             self.arena.on_change(address, "")  # its publication is out of date
+
+    def _add(self, address: QualifiedKey, pool: Pool, offered: _Offered) -> bool:
+        """Returns whether it is offered; a pool that offers too much already does not."""
+        offers = self._offers.get(address, {})
+        if pool not in offers:
+            if not self.shares.fits(pool):
+                return False
+            self.shares.add(pool)
+        self._offers[address] = offers | {pool: offered}
+        return True
 
     def retract(self, session: Session, request: Retract) -> None:
         pool = self._pools.get(session)
@@ -180,6 +196,7 @@ class Pools:
         offers = self._offers.get(address, {})
         if offers.pop(pool, None) is None:
             return
+        self.shares.add(pool, -1)
         if not offers:
             del self._offers[address]
         if self.arena.peek(address) is not None:
@@ -192,6 +209,7 @@ class Pools:
     def gone(self, address: QualifiedKey) -> None:
         """The node's copy was removed: drop the copies beside it, too."""
         for pool in self._offers.pop(address, ()):
+            self.shares.add(pool, -1)
             pool.let_go([], [address])
 
     def device_of(self, item: Item, node: str) -> DeviceLocation | None:
@@ -233,6 +251,8 @@ class _Held:
     done: "asyncio.Future[MaybeFallback]"
     ranks: set[int]
     """Ranks that have not reported done."""
+    size: int
+    """What it counts in the share of its session's pins."""
     source: int = OWN
 
     def settle(self, reason: MaybeFallback) -> None:
@@ -248,10 +268,6 @@ class Lanes:
     counters: Counters
     pools: Pools
     _held: dict[int, _Held] = field(default_factory=dict)
-    _tickets: Iterator[int] = field(
-        default_factory=lambda: count(FIRST_TICKET + secrets.randbits(61))
-    )
-    """A random start for each run of the node: a pool may still have tickets of an earlier run."""
 
     def open(self, session: Session, request: OpenPool) -> None:
         """Register a session's pool; it replaces an earlier one."""
@@ -291,13 +307,16 @@ class Lanes:
         """Receive one of those that `find` returned; its entry of a prefetch, or None if the
         transfer fails."""
         pools, record = self.pools.of_readers(session), located.record
-        reason = _refused(located, pools)
+        ranks = session.ranks()
+        reason, size = _refused(located, pools), pin_size(ranks)
+        if not self.pools.arena.shares.fits(session.id, size):
+            reason = Fallback.BUSY
         if not reason:
             assert record is not None, "checked by `find`"
             held = _Held(
-                next(self._tickets), session, address,
+                LANE_TICKET | secrets.randbits(TICKET_BITS), session, address,
                 TensorHeader.for_tensor(record.dtype, record.shape), pools, set(pools),
-                _on_devices(located), self.loop.create_future(), set(session.ranks() or ()),
+                _on_devices(located), self.loop.create_future(), set(ranks or ()), size,
             )  # fmt: skip
             reason = await self._receive(held, [at.checksum for at, _ in located.sources])
             if not reason:
@@ -310,6 +329,7 @@ class Lanes:
         reason: MaybeFallback = Fallback.ENDED
         seconds = BASE_SECONDS + held.header.nbytes / BYTES_PER_SECOND
         self._held[held.ticket] = held
+        self.pools.arena.shares.add(held.owner.id, held.size)
         for pool in held.pools:
             pool.under_way += 1
         try:
@@ -411,6 +431,7 @@ class Lanes:
     def _let_go(self, held: _Held) -> None:
         if self._held.pop(held.ticket, None) is None:
             return
+        self.pools.arena.shares.add(held.owner.id, -held.size)
         for pool in held.pools:
             pool.let_go([held.ticket], [])
 

@@ -166,23 +166,33 @@ class Inserts:
         reserved, handoffs = [], dict[QualifiedKey, asyncio.Task[None]]()
         for part in one.parts:
             if is_handoff(part.address[1]):
-                insert = self._hand_off(one, part, handoffs.get(part.address))
-                handoffs[part.address] = self._start(one, insert, waits=True)
+                if self._may_wait(one, part):
+                    insert = self._hand_off(one, part, handoffs.get(part.address))
+                    handoffs[part.address] = self._start(one, insert, waits=True)
             elif (item := self._reserve(one, part)) is not None:
                 reserved.append((part, item))
-            elif part.result is None:
+            elif part.result is None and self._may_wait(one, part):
                 self._start(one, self._retry(one, part), waits=True)
         if _is_small(reserved):
             self._store(one, reserved, self._fill(one, reserved))
         else:
             self._start(one, self._copy_and_store(one, reserved), waits=False)
 
+    def _may_wait(self, one: _Inserting, part: _Part) -> bool:
+        """Whether one more of this session's requests may wait; else the part is refused."""
+        try:
+            one.session.waits.check(one.session.id)
+        except BufferFull as error:
+            self._refuse(part, error)
+            return False
+        return True
+
     def _start(
         self, one: _Inserting, part: Coroutine[Any, Any, None], *, waits: bool
     ) -> "asyncio.Task[None]":
         task = one.tasks.own(self.loop.create_task(part))
         if waits:
-            one.waiting.own(task)
+            one.session.count(one.waiting.own(task))
         task.add_done_callback(lambda _: self._answer_if_complete(one))
         return task
 

@@ -74,11 +74,12 @@ from lookup_buffer.errors import ConfigError, NodeUnavailable
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arena import Arena
-from lookup_buffer.node.claims import Arbiter, Claims, HeldClaims
+from lookup_buffer.node.claims import Arbiter, Claims
 from lookup_buffer.node.connection import Tasks
 from lookup_buffer.node.counters import Counters, Histogram
 from lookup_buffer.node.devices import Lanes, Pools
 from lookup_buffer.node.handoffs import Askers, Handoffs
+from lookup_buffer.node.held_claims import HeldClaims
 from lookup_buffer.node.http import HttpProcess
 from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.links import Credentials

@@ -23,8 +23,6 @@ from lookup_buffer.protocol.messages import ClaimAll, Prefetch
 
 ENTRIES_MAX = 1024
 """Entries in one event: at most 1 KiB each, and a frame holds 1 MiB."""
-AWAITED_MAX = 4096
-"""Keys for which one session waits at a time; further keys are answered without a wait."""
 AHEAD_SECONDS = 0.05
 """A prefetch waits at most this long for the claims that were requested with it, since they may
 be many."""
@@ -97,8 +95,14 @@ class Prefetches:
             else:
                 rest.append(address)
         self._answer(pending, missing)
-        if rest:
-            pending.session.start(self._bring_rest(pending, rest))
+        if not rest:
+            return
+        try:
+            bringing = self._bring_rest(pending, rest)
+            pending.session.start(bringing, keys=[key for _, key in rest])
+        except BufferFull:
+            crowded = Fetched(None, MissReason.NO_ROOM)
+            self._answer(pending, [(address, crowded) for address in rest])
 
     async def _bring_rest(self, pending: _Pending, rest: Sequence[QualifiedKey]) -> None:
         shared = [address for address in rest if not is_handoff(address[1])]
@@ -132,17 +136,17 @@ class Prefetches:
             for address, fetched in came:
                 if self._is_awaited(pending, address, fetched):
                     awaiting = group.create_task(self._await(pending, address))
-                    pending.session.awaiting.own(awaiting)
+                    pending.session.count(awaiting)
                 else:
                     final.append((address, fetched))
             self._answer(pending, final)
 
     def _is_awaited(self, pending: _Pending, address: QualifiedKey, fetched: Fetched) -> bool:
         """Whether this key is waited for now. A key that found no room is not: its session may
-        hold the pins that fill the arena."""
+        hold the pins that fill the arena. Nor is one of a session of which too many wait."""
         is_missing = fetched.held is None and not self.reads.arena.holds(address)
         may_come = is_missing and fetched.reason != MissReason.NO_ROOM
-        is_bounded = len(pending.session.awaiting) < AWAITED_MAX
+        is_bounded = pending.session.waits.fits(pending.session.id)
         has_time = self.reads.loop.time() < pending.until
         return may_come and is_bounded and has_time and self._may_wait(pending, address)
 

@@ -5,10 +5,10 @@ way: if a smaller MTU on the way drops large packets silently, the handshake sti
 these frames do not arrive.
 
 So that no one can use a node to scan ports or to send bytes elsewhere: it dials only the address in
-the membership record of a live node, for a client of its own, or upon a `DialBack` that names that
-node. Who sends one has proved that it knows the token. No message contains an address. For other
-nodes it dials one connection at a time, a few in a second at most, and each reply is as large as
-the request. All runs on the loop's thread.
+the membership record of a live node, for its clients (at most REACHING_MAX at a time), or upon a
+`DialBack` that names that node. Who sends one has proved that it knows the token. No message
+contains an address. For other nodes it dials one connection at a time, a few in a second at most,
+and each reply is as large as the request. All runs on the loop's thread.
 """
 
 import asyncio
@@ -60,6 +60,8 @@ LINKS_MAX: Final = 32
 QUEUED_MAX: Final = 16
 """Bound on the nodes that wait until they are dialled back."""
 QUEUE_SECONDS: Final = 8.0
+REACHING_MAX: Final = 32
+"""Bound on what clients of this node have it do at a time. `doctor` asks for 8."""
 PAUSE_SECONDS: Final = 0.05
 """Between two connections that are dialled for other nodes."""
 KNOWN_SECONDS: Final = 2 * BEAT_SECONDS
@@ -108,7 +110,7 @@ class Reachability:
         self._credentials = credentials
         self._counters = counters
         self._dialling = asyncio.Lock()
-        self._queued = 0
+        self._queued = self._reaching = 0
         self._links: dict[Connection, asyncio.TimerHandle] = {}
         self._asked: set[Connection] = set()
         """Those that may request nothing now."""
@@ -120,7 +122,13 @@ class Reachability:
     # -- a client of this node
 
     async def reach(self, _: Session, request: Reach) -> Fields:
-        return (await self._reach(request.dialler, request.node)).fields()
+        if self._reaching >= REACHING_MAX:
+            return self._busy().fields()
+        self._reaching += 1
+        try:
+            return (await self._reach(request.dialler, request.node)).fields()
+        finally:
+            self._reaching -= 1
 
     async def _reach(self, dialler: str, node: str) -> Result:
         if node == self._identity.node:

@@ -66,6 +66,10 @@ BREAKER_SECONDS = 0.05
 CLOSE_SECONDS = 5.0
 DESCRIBE_SECONDS = 0.5
 """Bound on what descriptions of namespaces add to one beat."""
+NAMESPACES_MAX: Final = 256
+"""So many descriptions are kept, to be published again when Redis lost its data: the last ones."""
+DESCRIPTION_MAX: Final = 64 << 10
+"""Characters of one description; larger ones are not published."""
 EXPIRED_MAX = 8
 """Dead nodes that are removed with one beat: every node does it, so a few are enough."""
 VOID_MAX: Final = 64
@@ -216,8 +220,16 @@ class Registrar:
 
     def describe(self, fingerprint: str, parts: dict[str, str]) -> None:
         """Publish the parts of a namespace, now and whenever Redis lost them."""
-        if not self.read_only and self._namespaces.get(fingerprint) != parts:
-            self._namespaces[fingerprint] = parts
+        size = sum(len(name) + len(part) for name, part in parts.items())
+        if self.read_only or size > DESCRIPTION_MAX:
+            return
+        known = self._namespaces.pop(fingerprint, None)
+        self._namespaces[fingerprint] = parts  # as the last one
+        if len(self._namespaces) > NAMESPACES_MAX:
+            oldest = next(iter(self._namespaces))
+            del self._namespaces[oldest]
+            self._undescribed.pop(oldest, None)
+        if known != parts:
             self._undescribed[fingerprint] = None
             self._beat_at = 0.0  # a new one is not left until the next beat
             self._wake.set()
@@ -507,9 +519,12 @@ class Registrar:
         for fingerprint in list(self._undescribed):
             if self.loop.time() >= until:
                 return  # the others with the next beat, which must not be late
-            del self._undescribed[fingerprint]  # `describe` may add it again meanwhile
+            self._undescribed.pop(fingerprint, None)  # `describe` may add it again meanwhile
+            parts = self._namespaces.get(fingerprint)
+            if parts is None:
+                continue  # there are too many newer ones
             try:
-                await store.describe_namespace(fingerprint, self._namespaces[fingerprint])
+                await store.describe_namespace(fingerprint, parts)
             except StoreCorrupt as error:  # another program's data; it is not overwritten
                 self._failures.log(f"namespace {fingerprint} cannot be described", error)
             except Exception:

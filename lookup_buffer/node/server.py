@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lookup_buffer.errors import (
+    BufferFull,
     ConfigError,
     LookupBufferError,
     MissReason,
@@ -29,7 +30,17 @@ from lookup_buffer.errors import (
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.closer import Closer
-from lookup_buffer.node.connection import Answer, Connection, Fields, Seat, Session, Tasks
+from lookup_buffer.node.connection import (
+    OUTPUT_OWN_BYTES,
+    OUTPUT_TOTAL_BYTES,
+    Answer,
+    Connection,
+    Fields,
+    Seat,
+    Session,
+    Tasks,
+    new_waits,
+)
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes
 from lookup_buffer.node.insert import Inserts
@@ -38,6 +49,7 @@ from lookup_buffer.node.prefetch import Prefetches
 from lookup_buffer.node.reachability import Reachability
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
+from lookup_buffer.node.shares import Shares
 from lookup_buffer.node.takes import Taken, Takes
 from lookup_buffer.protocol.messages import (
     CHANGES,
@@ -80,6 +92,8 @@ from lookup_buffer.shm.index import RemoteIndex
 from lookup_buffer.times import QUARANTINE_SECONDS
 
 CONNECTIONS_MAX = 1024
+"""Of clients, with the sessions that were lost and still have pins: each of those has a
+descriptor."""
 HELLO_SECONDS = 5.0
 """A connection that has no session after this time is closed."""
 CLOSE_SECONDS = 2.0
@@ -111,6 +125,10 @@ class Server:
     """Whether CHANGES are refused."""
     closer: Closer = field(default_factory=Closer)
     idle_since: float = field(default_factory=time.monotonic)
+    _waits: Shares = field(default_factory=new_waits)
+    _unread: Shares = field(
+        default_factory=lambda: Shares("unread bytes", OUTPUT_TOTAL_BYTES, OUTPUT_OWN_BYTES)
+    )
     _prefetches: Prefetches = field(init=False)
     _handlers: dict[type[Request], Callable[[Session, Any], Answer]] = field(init=False)
     """Of the requests that do not involve the connection on which they came. A `LookupBufferError`
@@ -122,6 +140,8 @@ class Server:
     _probes: set[Connection] = field(default_factory=set)
     """Those that asked for `Metrics` without a session."""
     _serving: Tasks = field(default_factory=Tasks)
+    _lost: int = 0
+    """Sessions that were lost and still have pins."""
     _strangers: set[int] = field(default_factory=set)
     """Users whose processes were refused."""
     _listener: socket.socket | None = None
@@ -220,10 +240,12 @@ class Server:
             self.loop.remove_reader(self._listener.fileno())
             self.loop.call_later(TRY_AGAIN_SECONDS, self._watch)
             return
-        if len(self._of) >= CONNECTIONS_MAX:
+        if len(self._of) + self._lost >= CONNECTIONS_MAX:
             self.closer.close_connection(sock)
             return
-        connection = Connection(self.loop, sock, self._on_message, self._on_end, closer=self.closer)
+        connection = Connection(
+            self.loop, sock, self._on_message, self._on_end, closer=self.closer, unread=self._unread
+        )
         self._of[connection] = None
         if connection.uid not in (os.getuid(), 0):
             connection.end(None)
@@ -272,15 +294,14 @@ class Server:
                 self._begin(connection, request)
                 return
             answer = self._handle(connection, session, request)
+            if isinstance(answer, dict):
+                self._answer(connection, session, request, answer)
+            elif answer is not None:
+                self._start(connection, session, request, answer)
         except ProtocolError:
             raise  # `Connection` closes the connection
         except LookupBufferError as error:
             connection.send(error_reply(request.id, error))
-            return
-        if isinstance(answer, dict):
-            self._answer(connection, session, request, answer)
-        elif answer is not None:
-            session.start(self._answer_later(connection, session, request, answer), connection)
 
     def _begin(self, connection: Connection, request: Request) -> None:
         """Answer a request on a connection without a session."""
@@ -320,6 +341,22 @@ class Server:
             case _:
                 raise ProtocolError(f"{request.op} out of turn")
         return None
+
+    def _start(
+        self,
+        connection: Connection,
+        session: Session,
+        request: Request,
+        answer: Coroutine[Any, Any, Fields],
+    ) -> None:
+        keys = request.keys if isinstance(request, Contains) else ()
+        try:
+            session.start(
+                self._answer_later(connection, session, request, answer), connection, keys=keys
+            )
+        except BufferFull:
+            answer.close()
+            raise
 
     async def _answer_later(
         self,
@@ -428,7 +465,8 @@ class Server:
     def _open(self, connection: Connection, request: Hello) -> Session:
         seat = None if request.seat is None else Seat(*request.seat)
         number = int.from_bytes(os.urandom(7), "big")
-        session = self._of[connection] = self._sessions[number] = Session(number, connection, seat)
+        session = Session(number, connection, seat, self._waits)
+        self._of[connection] = self._sessions[number] = session
         connection.allow_large_headers()
         self.counters.add("sessions_opened")
         return session
@@ -480,11 +518,13 @@ class Server:
     async def _end_of(self, process: int | None) -> None:
         """Return when the process of this pidfd has ended, or after QUARANTINE_SECONDS."""
         ended: asyncio.Future[None] = self.loop.create_future()
+        self._lost += 1
         if process is not None:
             self.loop.add_reader(process, ended.cancel)
         try:
             await asyncio.wait([ended], timeout=QUARANTINE_SECONDS)
         finally:
+            self._lost -= 1
             if process is not None:
                 self.loop.remove_reader(process)
 

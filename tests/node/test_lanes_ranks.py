@@ -16,7 +16,7 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import Connection, Seat, Session
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.devices import Lanes, Pools
+from lookup_buffer.node.devices import LANE_TICKET, Lanes, Pools
 from lookup_buffer.node.locate import Located
 from lookup_buffer.protocol.framing import FrameDecoder
 from store import DeviceLocation, Location
@@ -148,3 +148,27 @@ def test_a_cancelled_request_leaves_no_ticket(engine: Engine) -> None:
     assert receiving.cancelled()
     assert engine.lanes.count_tickets() == 0
     assert engine.wants(0) == engine.wants(1) == []
+
+
+def test_a_ticket_cannot_be_concluded_from_others(engine: Engine) -> None:
+    """Any client may report `Done`: then the pools of another engine drop what it will load."""
+    receivings = [engine.receive() for _ in range(3)]
+    first, second, third = engine.wants(0)
+    for receiving in receivings:
+        receiving.cancel()
+    engine.turn()
+    assert min(abs(first - second), abs(second - third), abs(first - third)) > 1 << 20
+    assert min(first, second, third) >= LANE_TICKET
+
+
+def test_the_tickets_of_a_session_are_pins_of_it_and_as_bounded(engine: Engine) -> None:
+    shares, owner = engine.pools.arena.shares, engine.scheduler.id
+    shares.total, shares.own = 4, 0
+    receivings = [engine.receive() for _ in range(3)]
+    assert len(engine.wants(0)) == 2
+    assert not shares.fits(owner)
+    assert receivings[2].result() is None
+    engine.lanes.release_all(engine.scheduler)
+    for receiving in receivings:
+        assert engine.loop.run_until_complete(receiving) is None
+    assert shares.fits(owner, 4)

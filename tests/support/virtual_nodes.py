@@ -14,8 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.claims import Arbiter, Claims, HeldClaims
+from lookup_buffer.node.claims import Arbiter, Claims
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.held_claims import HeldClaims
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.membership import Identity
 from lookup_buffer.protocol.messages import ClaimAll, Encoding, Unclaim
@@ -104,7 +105,9 @@ class _Session:
     has_ended: bool = False
     tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
 
-    def start(self, request: Coroutine[Any, Any, None]) -> "asyncio.Task[None] | None":
+    def start(
+        self, request: Coroutine[Any, Any, None], *, keys: Sequence[str]
+    ) -> "asyncio.Task[None] | None":
         if not self.is_open:
             request.close()
             return None

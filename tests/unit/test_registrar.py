@@ -342,6 +342,26 @@ def test_a_list_of_invalidations_that_is_not_read_is_retried(read_only: bool) ->
         assert not comes_true(registrar, lambda: not registrar.store_up, 5.0)
 
 
+def test_only_the_last_namespaces_are_kept() -> None:
+    """Those in use; also if others come while they are written."""
+    count, parts = registrar_module.NAMESPACES_MAX, {"model": "m"}
+    store = Interrupted()
+    with registrar_on(store) as (registrar, _):
+        registrar.describe("first", parts)
+        registrar.describe("second", parts)
+        registrar.describe("first", parts)  # an engine that attached again
+
+        def meanwhile() -> None:
+            for number in range(count - 1):
+                registrar.describe(f"{number}", parts)
+
+        store.meanwhile = meanwhile
+        registrar.describe("large", {"model": "m" * registrar_module.DESCRIPTION_MAX})
+        assert comes_true(registrar, lambda: f"{count - 2}" in store.namespaces(), 3.0)
+        kept = {"first", *map(str, range(count - 1))}
+        assert registrar._namespaces.keys() == store.namespaces().keys() == kept
+
+
 def test_a_node_that_only_reads_describes_nothing() -> None:
     store = MemoryStore()
     with registrar_on(store) as (registrar, _):
