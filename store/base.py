@@ -302,8 +302,8 @@ class MetadataStore(ABC):
         """Write a node's heartbeat. Works when memory is full.
 
         Returns True if this boot of the node was registered. Returns False for its first beat,
-        after the server lost its data, and after another node removed it as dead: then it has to
-        publish everything again.
+        after the server lost its data or its clock jumped ahead, so that records have expired, and
+        after another node removed it as dead: then it has to publish everything again.
 
         Raises NodeTaken, and changes nothing, if another boot is registered under this node id.
         Exception: its beat equals `replacing`, the last beat of a boot that the caller has observed

@@ -4,6 +4,7 @@ Every write is a script or a single command on keys that share a hash tag, so a 
 other code. Key names come from store.layout only.
 """
 
+import math
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,7 +38,22 @@ from store.record import Record, check_namespace, check_node, check_token
 from store.topology import Topology
 from store.trace import RedisTraces
 
+CLOCK_JUMP_SECONDS = 30.0
 _PAGE = 1000  # keys in one round trip: about a millisecond of the server's time
+
+
+class _ServerClock:
+    """Compares the server's wall clock with this host's monotonic one."""
+
+    def __init__(self) -> None:
+        self._ahead = math.inf
+
+    def has_jumped_ahead(self, server: float, here: float) -> bool:
+        """Whether the server's clock has gone over CLOCK_JUMP_SECONDS further than the one here
+        since the last call: by hand, by NTP, or since another server took over. What was to expire
+        within that time has expired."""
+        before, self._ahead = self._ahead, server - here
+        return self._ahead - before > CLOCK_JUMP_SECONDS
 
 
 class RedisStore(BrowsableStore):
@@ -56,6 +72,7 @@ class RedisStore(BrowsableStore):
         self._clear = Script("clear")
         self._release = Script("release")
         self._beat = Script("beat")
+        self._clock = _ServerClock()
         self._leave = Script("leave")
         self._hits = Script("hits")
         self._stats = Script("stats")
@@ -132,7 +149,11 @@ class RedisStore(BrowsableStore):
         taken = layout.read_beat(answer) if isinstance(answer, bytes) else None
         if taken is not None:
             raise NodeTaken(node, taken)
-        return bool(answer == 1)
+        match answer:
+            case [registered, int(seconds)]:
+                has_jumped = self._clock.has_jumped_ahead(seconds, time.monotonic())
+                return bool(registered == 1) and not has_jumped
+        return False
 
     async def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
         if await self._client.run(self._leave, (layout.NODES,), (node, boot)) == 1:

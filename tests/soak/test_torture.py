@@ -20,14 +20,13 @@ import pytest
 
 import network
 import torture_fuzz
+from clocks import FAKETIME, Clock, environment
 from clusters import Sentinels
 from node_certificates import Files, settings_of
 from nodes import MIB, Nodes
 from scripts.run_tests import TORTURE_ROUNDS
 from servers import QUIET, ServerProcess, free_port, valkey_executable
 from torture_faults import (
-    FAKETIME,
-    Clock,
     calm_faults,
     clock_faults,
     failover_faults,
@@ -37,7 +36,7 @@ from torture_faults import (
     store_faults,
     store_faults_without_death,
 )
-from torture_fleet import Fault, Fleet, environment
+from torture_fleet import Fault, Fleet
 from torture_totals import Finding, Totals, report
 
 pytestmark = pytest.mark.part(name="torture")

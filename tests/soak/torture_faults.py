@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from clocks import Clock
 from clusters import Sentinels
 from network import Network
 from nodes import NodeProcess
@@ -21,8 +22,6 @@ LIMITED_SECONDS = (0.5, 3.0)
 CUT_SECONDS = (0.5, 6.0)
 FULL_STORE_BYTES = 1 << 20
 DAY_SECONDS = 86_400
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
-"""Of Debian's package libfaketime: `make system-packages`."""
 
 
 def process_faults() -> dict[str, Fault]:
@@ -277,27 +276,6 @@ def network_faults(network: Network) -> dict[str, Fault]:
 
 
 # -- clocks
-
-
-class Clock:
-    """The wall clock of some processes, which jumps when `set` is called; the monotonic clock does
-    not, as in reality. `variables` are the environment in which they are to be started."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self.set(0)
-
-    @property
-    def variables(self) -> Mapping[str, str]:
-        return {
-            "LD_PRELOAD": str(FAKETIME),
-            "FAKETIME_TIMESTAMP_FILE": str(self._file),
-            "FAKETIME_CACHE_DURATION": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        }
-
-    def set(self, seconds: int) -> None:
-        self._file.write_text(f"{seconds:+d}\n")
 
 
 def clock_faults(clocks: Mapping[str, Clock]) -> dict[str, Fault]:

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -24,12 +24,15 @@ from typing import Any
 import pytest
 import torch
 
+from clocks import environment
 from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.config import parse_address
 from lookup_buffer.errors import LookupBufferError, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from nodes import MIB, ClientProcess, NodeProcess, at_rest, tensor_of, wait_until
 from observing import get
 from patience import scaled
+from store import open_store
 from torture_totals import Finding, Totals
 
 NAMESPACE = "torture"
@@ -47,6 +50,9 @@ FAULT_EVERY_SECONDS = (0.1, 0.8)
 VISIBLE_SECONDS = 15.0
 """After the faults: a store that lost its data has all records again."""
 MEMORY_GROWTH_MAX = 24 * MIB
+LINKS_MAX = 32
+"""Open files of a node for its connections to one other: in each direction up to four for tensors
+and a few for hand-offs; what it accepts for tensors has two files."""
 
 WITHOUT_MEMORY = ("MemoryError", "can't start new thread", "Cannot allocate memory")
 
@@ -464,7 +470,9 @@ class Fleet:
         self.clients = []
         for node in self.nodes:
             try:
-                at_rest(node, open_files=self._files[node], seconds=10.0)
+                links = self._links(node)
+                at_rest(node, open_files=self._files[node] + links, seconds=10.0)
+                assert links <= LINKS_MAX * (len(self.nodes) - 1), f"{links} files of links"
                 if node.settings.http_listen:
                     wait_until(lambda: get(node, "/healthz")[0] == 200, 15.0, "healthy")  # noqa: B023
             except (OSError, LookupBufferError, AssertionError, pytest.fail.Exception) as error:
@@ -472,6 +480,19 @@ class Fleet:
             if node in self.was_starved:
                 self._forgive(node)
             self.totals.count("nodes found at rest")
+
+    def _links(self, node: NodeProcess) -> int:
+        """Open files that are connections to other nodes, which are kept for a minute."""
+        with open_store(node.settings.store_url) as store:
+            infos = store.node_infos([one.node_id for one in self.nodes])
+        ports = {parse_address(info.endpoint)[1] for info in infos.values()}
+        sockets = set()
+        for line in Path(f"/proc/{node.pid}/net/tcp").read_text("ascii").splitlines()[1:]:
+            _, here, there, _, *rest = line.split()
+            if ports & {int(address.partition(":")[2], 16) for address in (here, there)}:
+                sockets.add(f"socket:[{rest[5]}]")
+        files = Path(f"/proc/{node.pid}/fd")
+        return sum(os.readlink(one) in sockets for one in files.iterdir())
 
     def _forgive(self, node: NodeProcess) -> None:
         """Tracebacks of what found no memory are counted, and no finding."""
@@ -511,21 +532,6 @@ def private_bytes(pid: int) -> int:
     """Resident memory without what is shared, as the arena is."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """For the processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _signal(pid: int, number: int) -> None:

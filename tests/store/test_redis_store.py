@@ -18,6 +18,7 @@ from store import (
     layout,
     open_store,
 )
+from store.redis_store import _ServerClock
 from store.testing import BrowsingContract, CoreContract
 from store.testing.claims import ask
 from store.testing.samples import BOOT, a_location, a_record
@@ -325,6 +326,17 @@ def test_the_next_beat_detects_a_server_that_lost_its_data(
     assert store.beat("node-1", BOOT, 2)
     flush(valkey_server.url)
     assert not store.beat("node-1", BOOT, 3)
+
+
+def test_a_clock_that_goes_ahead_of_time_has_jumped() -> None:
+    clock = _ServerClock()
+    assert not clock.has_jumped_ahead(1_000_000, 5.0)
+    assert not clock.has_jumped_ahead(1_000_100, 105.0), "as time went on"
+    assert not clock.has_jumped_ahead(1_000_120, 105.9), "a little"
+    assert clock.has_jumped_ahead(1_000_160, 107.0)
+    assert not clock.has_jumped_ahead(1_000_161, 108.0), "once"
+    assert not clock.has_jumped_ahead(900_000, 109.0), "back: what expires does so later"
+    assert clock.has_jumped_ahead(1_000_000, 110.0)
 
 
 def test_scan_pages_through_five_thousand_records(
