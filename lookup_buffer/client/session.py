@@ -13,14 +13,13 @@ import itertools
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from lookup_buffer import errors
 from lookup_buffer.client.memories import NodeMemories, NodeMemory
@@ -34,7 +33,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Join, Request, Stage, Stats
-from lookup_buffer.protocol.sockets import unmapped_user
+from lookup_buffer.protocol.sockets import peer_of, unmapped_user
 from lookup_buffer.runtime import node_socket
 from lookup_buffer.shm.memory import Staging
 from lookup_buffer.times import CALL_SECONDS, TRANSFER_NEWS_SECONDS
@@ -52,8 +51,6 @@ RETRY_SECONDS_MIN = 0.1
 RETRY_SECONDS_MAX = 2.0
 TICK_SECONDS = 0.1
 """Longest pause between two calls of `on_tick` during a session."""
-_CREDENTIALS: Final = struct.Struct("@iII")
-"""Of a process: its id, user and group."""
 _request_ids = itertools.count(1)
 
 
@@ -360,7 +357,7 @@ class NodeConnection:
         except OSError as error:
             self._socket.close()
             raise NodeUnavailable(f"no node answers at {path}: {error}") from error
-        uid = uid_of(self._socket)
+        _, uid = peer_of(self._socket)
         if uid not in (os.getuid(), 0, node_uid):
             self._socket.close()
             may_be_set = (
@@ -512,13 +509,6 @@ class NodeConnection:
         self.close()
         reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
         return NodeUnavailable(f"the node at {self._path} is not available: {reason}")
-
-
-def uid_of(connection: socket.socket) -> int:
-    """The user of the process that listens at the other end of a unix socket."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(found)
-    return int(uid)
 
 
 def error_of(message: dict[str, Any]) -> LookupBufferError:

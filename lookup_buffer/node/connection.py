@@ -16,7 +16,6 @@ the session holds. Created by `server`. Both are used on the loop's thread only.
 import array
 import asyncio
 import socket
-import struct
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from lookup_buffer.node.closer import RECEIVED_MAX, Closer
 from lookup_buffer.node.shares import Shares, size_of
 from lookup_buffer.protocol.framing import MAX_HEADER_BYTES, FrameDecoder, Macs, encode_frame
 from lookup_buffer.protocol.messages import Request
-from lookup_buffer.protocol.sockets import bytes_in_kernel, end_when_unanswered
+from lookup_buffer.protocol.sockets import bytes_in_kernel, end_when_unanswered, peer_of
 from lookup_buffer.times import PEER_PROGRESS_SECONDS, TRANSFER_TOLD_SECONDS
 
 READ_BYTES = 64 << 10
@@ -134,7 +133,7 @@ class Connection:
         self._gathering = False
         self._is_in_use = False
         self._requests = Tasks()
-        self.pid, self.uid = _peer_of(sock) if sock.family == socket.AF_UNIX else (0, -1)
+        self.pid, self.uid = peer_of(sock) if sock.family == socket.AF_UNIX else (0, -1)
         sock.setblocking(False)
         loop.add_reader(sock.fileno(), self._readable)
 
@@ -443,10 +442,3 @@ def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             found.frombytes(data[: len(data) - len(data) % found.itemsize])
     return found.tolist()
-
-
-def _peer_of(sock: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the remote end; pid 0 if it is in another pid namespace."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", credentials)
-    return pid, uid

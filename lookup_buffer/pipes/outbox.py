@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from lookup_buffer.errors import BufferFull, LookupBufferError
+from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.pipes.io import FrameWriter, Outgoing
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.shared_region import SharedRegion
@@ -58,6 +58,7 @@ class Outbox:
         self._limits = limits
         self._messages: dict[int, Outgoing] = {}
         self._last_number = 0
+        self._pulls = 0
         self._ending: LookupBufferError | None = None
         """The error for new sends while the pipe closes."""
         self.used_bytes = 0
@@ -206,8 +207,15 @@ class Outbox:
             self._changed.notify_all()
 
     def pull(self, number: int) -> None:
-        """Send the bytes of this message, which the other end has requested."""
+        """Send the bytes of this message, which the other end has requested.
+
+        Raises:
+            ProtocolError: it has requested more than was offered.
+        """
         with self._changed:
+            self._pulls += 1
+            if self._pulls > self._last_number:
+                raise ProtocolError("more requests for bytes than offers")
             out = self._messages.get(number)
             if out is None or out.inline or out.pulled:
                 self._writer.enqueue(["gone", number])

@@ -36,6 +36,7 @@ from lookup_buffer.pipes.shared_region import SharedMemory
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS, Acceptor
 from lookup_buffer.protocol.auth import accept_handshake, request_handshake
+from lookup_buffer.protocol.sockets import peer_of, unmapped_user
 from lookup_buffer.protocol.stream import FramedSocket
 
 SCHEME: Final = "shm://"
@@ -70,6 +71,7 @@ class _ListeningPipe(StreamPipe):
 
     def _handshake(self, stream: socket.socket) -> None:
         with suppress(LookupBufferError):
+            _check_user(stream)
             link = accept_handshake(stream, token=self._token, timeout=HANDSHAKE_SECONDS)
             self.add_remote_end(
                 link, _exchange_memory(stream, link, self._memory_bytes, accepted=True)
@@ -204,7 +206,7 @@ def connect_to(path: Path, deadline: float) -> socket.socket:
     """Connect to the listener at `path`; waits for it to start listening.
 
     Raises:
-        NodeRefused: this user has no permission.
+        NodeRefused: this user has no permission, or another one listens there.
         PipeTimeout: no process listened there by the deadline, a monotonic time.
         PipeBroken: the system does not allow it.
     """
@@ -225,7 +227,20 @@ def connect_to(path: Path, deadline: float) -> socket.socket:
             stream.close()
             raise PipeBroken(f"cannot connect to {path}: {error.strerror}") from error
         else:
+            _check_user(stream)
             return stream
+
+
+def _check_user(stream: socket.socket) -> None:
+    """Raises NodeRefused, with the socket closed, if the other end is neither of this user nor of
+    root: where others may write the folder, one of them may have listened first."""
+    _, uid = peer_of(stream)
+    if uid not in (os.getuid(), 0):
+        stream.close()
+        raise NodeRefused(
+            f"the other end is a process of user {uid}, this one of user {os.getuid()}: use a path "
+            f"in a folder of your own{unmapped_user(uid)}"
+        )
 
 
 @contextmanager

@@ -24,6 +24,8 @@ PROBES: Final = 3
 """Keepalive: after so long without a packet probes are sent, so far apart; when so many in a row
 got no answer, the connection ends."""
 
+_CREDENTIALS: Final = struct.Struct("@iII")
+"""Of a process: its id, user and group."""
 _TIMEVAL: Final = struct.Struct("@ll")
 _LONGEST_SECONDS: Final = 1e6
 _RESET_ON_CLOSE: Final = struct.pack("@ii", 1, 0)
@@ -264,6 +266,14 @@ def bytes_in_kernel(stream: socket.socket, request: int) -> int:
     count = bytearray(4)
     ioctl(stream, request, count)
     return int.from_bytes(count, sys.byteorder)
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end of a unix socket when it connected or began to
+    listen; the pid is 0 if it is in another pid namespace."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(found)
+    return pid, uid
 
 
 def ignore_errors(action: Callable[[], object]) -> None:

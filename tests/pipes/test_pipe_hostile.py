@@ -203,6 +203,14 @@ def test_a_flood_through_a_database_is_refused(
     flooded(through(valkey_server, closing), FLOODS[what])
 
 
+@pytest.mark.parametrize("scheme", ["tcp", "shm", "gloo"])
+def test_requests_for_what_was_not_offered_are_refused(scheme: str, closing: ExitStack) -> None:
+    """Each would be answered, and the answers wait for an end that does not read them."""
+    attacked, _ = over_socket(scheme, closing)
+    attacked.send(encode_frame(["pull", 7]))
+    assert isinstance(attacked.reason(), ProtocolError)
+
+
 @pytest.mark.parametrize("nbytes", [(1 << 30) + 1, 1 << 40])
 def test_a_too_large_message_is_refused_before_memory_is_allocated(
     closing: ExitStack, nbytes: int

@@ -13,7 +13,8 @@ from command_line import run
 from lookup_buffer.access import runtime_directory
 from lookup_buffer.cli.certificates import Authority
 from lookup_buffer.dashboard.feed import WATCHERS_MAX
-from lookup_buffer.errors import ConfigError
+from lookup_buffer.errors import ConfigError, NodeRefused
+from lookup_buffer.pipes import open_pipe
 from nodes import NodeProcess, StartNode, wait_until
 from observing import Stream
 from other_user import NOBODY, OtherUser
@@ -102,6 +103,17 @@ def test_a_node_takes_no_socket_from_a_process_that_listens(shared: Path) -> Non
             assert "another process listens" in node.log_text()
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
+
+
+def test_a_pipe_speaks_with_no_other_user_who_listens_at_its_path(shared: Path) -> None:
+    """He was first there, and the file of his socket may be used by everybody."""
+    path = shared / "pipe"
+    listening = "s = socket.socket(socket.AF_UNIX); s.bind(*arguments); os.chmod(*arguments, 0o777)"
+    with OtherUser(f"{listening}; s.listen(); send(True); receive()", str(path)) as other:
+        assert other.receive()
+        with pytest.raises(NodeRefused, match=f"user {NOBODY}"):
+            open_pipe(f"shm://{path}", listen=False, timeout=5.0)
+        other.send(None)
 
 
 def test_a_node_replaces_a_socket_and_removes_only_its_own(shared: Path) -> None:
