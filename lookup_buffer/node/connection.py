@@ -17,7 +17,7 @@ import array
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from termios import TIOCOUTQ
 from typing import Any, TypeVar
@@ -66,8 +66,16 @@ class Tasks(set["asyncio.Task[Any]"]):
 
     def own(self, task: "asyncio.Task[Any]") -> "asyncio.Task[Any]":
         self.add(task)
-        task.add_done_callback(self.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        """A cancelled task keeps its error, and so the frames, of which some have the task: such a
+        cycle would stay until a full garbage collection. To ask for the error drops it."""
+        self.discard(task)
+        if task.cancelled():
+            with suppress(asyncio.CancelledError):
+                task.exception()
 
     def cancel(self) -> None:
         for task in self:

@@ -7,6 +7,7 @@ thread.
 import asyncio
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -101,6 +102,38 @@ class Pace:
             self.byte_seconds.add(seconds / nbytes, now)
 
 
+@dataclass(slots=True)
+class Places:
+    """Of those who ask for one, so many have it at a time; the others wait in order. One that
+    leaves costs no search among all that wait, as it would in `asyncio.Semaphore`."""
+
+    _free: int
+    _waiting: "OrderedDict[asyncio.Future[None], None]" = field(default_factory=OrderedDict)
+
+    def locked(self) -> bool:
+        """Whether who asks now would wait."""
+        return not self._free
+
+    def ask(self) -> "asyncio.Future[None]":
+        """Done once it has a place, which it is to `release`. Who leaves before cancels it."""
+        place = asyncio.get_running_loop().create_future()
+        if self._free:
+            self._free -= 1
+            place.set_result(None)
+        else:
+            self._waiting[place] = None
+            place.add_done_callback(lambda place: self._waiting.pop(place, None))
+        return place
+
+    def release(self) -> None:
+        while self._waiting:
+            place, _ = self._waiting.popitem(last=False)
+            if not place.done():
+                place.set_result(None)
+                return
+        self._free += 1
+
+
 @dataclass(slots=True, eq=False)
 class Holder:
     """Another node, and the connections to it that are not in use."""
@@ -113,7 +146,7 @@ class Holder:
     used_at: float
     """When it was last asked; at first, when it was met."""
     pace: Pace = field(default_factory=Pace)
-    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LINKS_MAX))
+    places: Places = field(default_factory=lambda: Places(LINKS_MAX))
     links: list[tuple[FramedSocket, float]] = field(default_factory=list)
     """With the time of their last use."""
     users: int = 0

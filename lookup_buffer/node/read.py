@@ -1,9 +1,10 @@
 """Reads: pins what is here, brings what other nodes have, and answers `has_caches`.
 
 A key that is absent here is located and fetched once for all requests that wait for it meanwhile
-(single-flight). A hand-off may be removed or replaced at any moment, so a fetched copy of one is
-never kept: each reader gets its own, which is freed with its pin. Called by `server`, `prefetch`,
-`insert` and `claims` on the loop's thread; `transfer` copies on `lb-fetch`.
+(single-flight). If none of them waits any more, it is not fetched, unless its bytes are on the way.
+A hand-off may be removed or replaced at any moment, so a fetched copy of one is never kept: each
+reader gets its own, which is freed with its pin. Called by `server`, `prefetch`, `insert` and
+`claims` on the loop's thread; `transfer` copies on `lb-fetch`.
 """
 
 import asyncio
@@ -52,8 +53,8 @@ class _Fetch:
 
     address: QualifiedKey
     readers: "list[_Reader]" = field(default_factory=list)
-    has_begun: bool = False
-    """Whether its bytes are on the way, or wait for their turn; there are `nbytes` of them."""
+    wanted: Wanted | None = None
+    """While its bytes are on the way, or wait for their turn; there are `nbytes` of them."""
     nbytes: int = 0
     is_waiting: bool = False
     """Whether they wait for their turn."""
@@ -242,6 +243,8 @@ class Reads:
         """A client of this node inserted the key: its readers continue."""
         fetch = self._fetches.get(address)
         if fetch is not None:
+            if fetch.wanted is not None:
+                self.fetcher.withdraw(fetch.wanted)
             self._settle(fetch, NOTHING)
         self.waiting.arrived(address)
 
@@ -301,7 +304,7 @@ class Reads:
                     unknown.append(fetch)
                 else:
                     known.append((fetch, found))
-            elif fetch.has_begun:
+            elif fetch.wanted is not None:
                 reader.news.put_nowait(fetch)
             fetch.readers.append(reader)
             reader.fetches.add(fetch)
@@ -318,8 +321,17 @@ class Reads:
     def _leave(self, fetch: _Fetch, reader: _Reader) -> None:
         reader.fetches.remove(fetch)
         fetch.readers.remove(reader)
-        if not fetch.readers and fetch.result is not None:
+        if fetch.readers:
+            return
+        if fetch.result is None:
+            self._withdraw(fetch)
+        else:
             self._release(fetch.result)
+
+    def _withdraw(self, fetch: _Fetch) -> None:
+        """It has no readers: it ends, unless it is being located or its bytes are on the way."""
+        if fetch.wanted is not None and self.fetcher.withdraw(fetch.wanted):
+            self._settle(fetch, NOTHING)
 
     async def _locate(self, fetches: list[_Fetch]) -> None:
         try:
@@ -336,11 +348,14 @@ class Reads:
         for fetch, found in fetches:
             if fetch.result is not None:
                 continue  # inserted here meanwhile
-            if found.sources and found.record is not None:
-                fetch.has_begun, fetch.nbytes = True, found.record.nbytes
+            if not fetch.readers:
+                self._settle(fetch, NOTHING)
+            elif found.sources and found.record is not None:
                 loan = is_handoff(fetch.address[1])
                 settle, waits = partial(self._settle, fetch), partial(self._wait, fetch)
-                wanted.append(Wanted(fetch.address, found, settle, loan, waits))
+                fetch.wanted = Wanted(fetch.address, found, settle, loan, waits)
+                fetch.nbytes = fetch.wanted.nbytes
+                wanted.append(fetch.wanted)
                 for reader in fetch.readers:
                     reader.news.put_nowait(fetch)
             elif fetch.is_doubted:
@@ -357,6 +372,8 @@ class Reads:
             fetch.is_waiting = is_waiting
             for reader in fetch.readers:
                 reader.news.put_nowait(fetch)
+        if is_waiting and not fetch.readers:
+            self._withdraw(fetch)  # a holder failed, and the next one is busy
 
     def _settle(self, fetch: _Fetch, fetched: Fetched) -> None:
         """This is the result of a fetch, unless an insert of this node came first."""
@@ -365,7 +382,7 @@ class Reads:
         if fetch.result is None:
             if self._fetches.get(fetch.address) is fetch:
                 del self._fetches[fetch.address]
-            fetch.result = fetched
+            fetch.result, fetch.wanted = fetched, None
             for reader in fetch.readers:
                 reader.news.put_nowait(fetch)
             if fetch.readers:

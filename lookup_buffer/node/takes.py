@@ -420,7 +420,8 @@ class Takes:
         try:
             return await asyncio.shield(came)
         except asyncio.CancelledError:
-            came.add_done_callback(lambda came: self._release(came.result()))
+            if not self.fetcher.withdraw(wanted):
+                came.add_done_callback(lambda came: self._release(came.result()))
             raise
 
     def _release(self, fetched: Fetched) -> None:

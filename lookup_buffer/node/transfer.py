@@ -3,13 +3,12 @@
 A batch of what one node has is requested together, on a connection that the loop has dialled and
 keeps. The loop reads headers and reserves memory; a thread (`lb-fetch`) receives bytes that are
 many or not here yet. The number of transfers is bounded, also for each node, so one that is not
-reached or slow delays only what it is asked for. What waits for its turn has a deadline. A
-connection is closed at its first error. The header is compared with the request, and the checksum
-is computed on arrival; the item becomes visible only if both match. Of several holders a fast one
-is asked, by what its answers took. If it fails, the next is tried. Failures are counted, and those
-that a record does not explain are noted:
-`registrar` writes them to the store with its next beat, for `lookup-buffer why`. Called by `read`
-and `takes`.
+reached or slow delays only what it is asked for. What waits for its turn has a deadline, and leaves
+once nobody waits for it. A connection is closed at its first error. The header is compared with the
+request, and the checksum is computed on arrival; the item becomes visible only if both match. Of
+several holders a fast one is asked, by what its answers took. If it fails, the next is tried.
+Failures are counted, and those that a record does not explain are noted: `registrar` writes them to
+the store with its next beat, for `lookup-buffer why`. Called by `read` and `takes`.
 """
 
 import asyncio
@@ -35,6 +34,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena, Item, Pin
+from lookup_buffer.node.connection import granted
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.holders import (
     BATCH_BYTES,
@@ -104,6 +104,8 @@ class Wanted:
     tried: list[Source] = field(default_factory=list)
     """Holders that did not deliver it, and then the one that is asked."""
     fetched: Fetched = Fetched(None)
+    batch: "Batch | None" = None
+    """The one that it is in, until it has come or failed."""
 
     @property
     def source(self) -> Source:
@@ -129,6 +131,8 @@ class Batch:
     """What is requested together of one holder."""
 
     holder: Holder
+    place: "asyncio.Future[None]"
+    """Cancelled if nobody waits for any of it before the place is given."""
     left: deque[Wanted] = field(default_factory=deque)
     nbytes: int = 0
     arrived: list[Wanted] = field(default_factory=list)
@@ -141,15 +145,22 @@ class Batch:
     def add(self, one: Wanted) -> None:
         self.left.append(one)
         self.nbytes += one.nbytes
+        one.batch = self
+
+    def withdraw(self, one: Wanted) -> None:
+        self.left.remove(one)
+        one.batch = None
+        if not self.left:
+            self.place.cancel()
 
     def tell_waits(self, waits: bool) -> None:
-        for one in self.left:
+        for one in tuple(self.left):  # it may be withdrawn
             one.waits(waits)
 
     def arrive(self, fetched: Fetched) -> Wanted:
         """The result for the first one that is left."""
         one = self.left.popleft()
-        one.fetched, self.has_begun = fetched, True
+        one.fetched, one.batch, self.has_begun = fetched, None, True
         self.arrived.append(one)
         return one
 
@@ -216,6 +227,15 @@ class Fetcher:
                 batch = batches[holder] = self._start(holder)
             batch.add(one)
 
+    def withdraw(self, one: Wanted) -> bool:
+        """Nobody waits for it any more. False: it comes nevertheless, since its turn has begun;
+        else its `done` is not called."""
+        batch = one.batch
+        if batch is None or batch.place.done():
+            return False
+        batch.withdraw(one)
+        return True
+
     def tick(self) -> None:
         """Close connections and end threads that are not used. To be called now and then."""
         self._receiver.tick()
@@ -256,8 +276,8 @@ class Fetcher:
 
     def _start(self, holder: Holder, *wanted: Wanted) -> Batch:
         """A batch, which is requested when the loop's next turn begins. Until then its holder may
-        be given more of it; its load counts from now on."""
-        batch = Batch(holder)
+        be given more of it; its load counts, and it waits for a place, from now on."""
+        batch = Batch(holder, holder.places.ask())
         for one in wanted:
             batch.add(one)
         holder.users += 1
@@ -293,7 +313,7 @@ class Fetcher:
         except Exception:  # noqa: BLE001 -- else its readers would wait for their deadlines
             _log.exception("a transfer failed; this is a bug, please report it")
             batch.fail(MissReason.PEER_FAILED, len(batch.left))
-        finally:  # if cancelled, the node ends and no request waits
+        finally:  # if cancelled, no request waits for it, or the node ends
             if is_asked and any(one.fetched.reason in _TOLD for one in batch.arrived):
                 holder.doubts.failed()
             holder.users -= 1
@@ -308,14 +328,15 @@ class Fetcher:
 
         Raises:
             Busy: this took too long.
+            CancelledError: all of it was withdrawn.
         """
         places = batch.holder.places
-        if places.locked():
+        if not batch.place.done():
             batch.tell_waits(True)
-        until = max(one.until for one in batch.left)
+        until = max((one.until for one in batch.left), default=math.inf)
+        until = min(until, self.loop.time() + TURN_SECONDS)
         try:
-            async with asyncio.timeout_at(min(until, self.loop.time() + TURN_SECONDS)):
-                await places.acquire()
+            await granted(batch.place, until, lambda _: places.release())
         except TimeoutError as error:
             raise Busy("other transfers from this holder took too long") from error
         try:
@@ -447,12 +468,13 @@ class Fetcher:
         if holder.places.locked():
             return
         holder.users += 1
+        holder.places.ask()  # it has one at once
         try:
-            async with holder.places:
-                await self._stream(holder, parts, gives_way=True)
+            await self._stream(holder, parts, gives_way=True)
         except Exception:  # noqa: BLE001 -- the first connection receives these parts, or fails
             _log.debug("parts come on other connections", exc_info=True)
         finally:
+            holder.places.release()
             holder.users -= 1
 
     async def _stream(self, holder: Holder, parts: Parts, *, gives_way: bool = False) -> None:

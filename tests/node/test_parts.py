@@ -244,8 +244,9 @@ def test_further_connections_give_way_to_what_waits(far: Runs) -> None:
         await one.bench.until(lambda: len(one.links) == LINKS_MAX - 1)
         (holder,) = one.fetcher._holders.values()
         holder.users += 1
-        async with holder.places:  # the last one is in use
-            assert (await one.fetch("absent", 1, 10)).reason == MissReason.STALE
+        assert holder.places.ask().done()  # the last one is in use
+        assert (await one.fetch("absent", 1, 10)).reason == MissReason.STALE
+        holder.places.release()
         assert not large.done()
         holder.users -= 1
         fetched = await large

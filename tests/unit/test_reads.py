@@ -90,6 +90,11 @@ class Transfers:
         for one in wanted[: len(wanted) - len(waiting)]:
             asyncio.get_running_loop().call_soon(self._land, one, self.turns)
 
+    def withdraw(self, one: Wanted) -> bool:
+        if is_waiting := one in self._waiting:
+            self._waiting.remove(one)
+        return is_waiting
+
     def go_on(self) -> None:
         waiting, self._waiting = self._waiting, []
         for one in waiting:
@@ -290,7 +295,7 @@ def test_many_keys_are_settled_as_they_come_and_held_no_longer() -> None:
 def test_each_waits_for_the_turn_of_a_transfer_for_its_own_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without one for TURN_SECONDS. The transfer goes on, for others."""
+    """Without one for TURN_SECONDS. The transfer goes on for others, if there are any."""
     monkeypatch.setattr(read, "TURN_SECONDS", SHORT_SECONDS)
 
     async def test(node: Node) -> None:
@@ -301,15 +306,66 @@ def test_each_waits_for_the_turn_of_a_transfer_for_its_own_time(
         reasons: dict[QualifiedKey, str] = {}
         async for came in node.reads.bring_each([first, second, third], until):
             reasons |= {address: fetched.reason for address, fetched in came}
+            if first in reasons and second not in reasons:
+                patient = asyncio.ensure_future(node.bring(second, LONG_SECONDS))
         assert reasons == {first: "", second: "busy", third: "busy"}
-        patient = asyncio.ensure_future(node.bring(second, LONG_SECONDS))
         assert await node.bring(second) is MissReason.BUSY
         assert await node.bring(second, SHORT_SECONDS) is MissReason.BUSY
         assert not patient.done()
         node.transfers.go_on()
         node.release(await patient)
-        assert node.arena.holds(third), "nobody waits for it any more"
+        assert not node.arena.holds(third), "nobody waited for it any more"
         assert node.transfers.asked == [first, second, third], "each once"
+
+    run(test)
+
+
+@pytest.mark.parametrize("address", [SHARED, HANDOFF])
+def test_nothing_is_fetched_if_its_reader_left_during_the_look_up(address: QualifiedKey) -> None:
+    async def test(node: Node) -> None:
+        node.locator.found, node.locator.turns = at, 10
+        reading = asyncio.ensure_future(node.bring(address))
+        await asyncio.sleep(0)
+        reading.cancel()
+        await node.rest()
+        assert (node.locator.looks, node.transfers.asked) == (1, [])
+        node.release(await node.bring(address))
+
+    run(test)
+
+
+def test_a_transfer_that_waits_for_its_turn_ends_with_an_insert_of_this_node() -> None:
+    async def test(node: Node) -> None:
+        node.locator.found = at
+        node.transfers.is_crowded = True
+        other = (NAMESPACE, "other")
+        reading = asyncio.ensure_future(anext(node.reads.bring_each([other, SHARED], math.inf)))
+        for _ in range(node.locator.turns + 2):
+            await asyncio.sleep(0)
+        assert node.transfers._waiting
+        node.insert(SHARED)
+        assert not node.transfers._waiting
+        await reading
+
+    run(test)
+
+
+def test_who_retries_at_a_busy_holder_for_nobody_leaves() -> None:
+    async def test(node: Node) -> None:
+        node.locator.found = at
+        node.transfers.turns = 10
+        reading = asyncio.ensure_future(node.bring(SHARED))
+        for _ in range(node.locator.turns + 2):
+            await asyncio.sleep(0)
+        (fetch,) = node.reads._fetches.values()
+        assert fetch.wanted is not None
+        reading.cancel()
+        await asyncio.wait([reading])
+        assert node.reads._fetches, "its bytes are on the way"
+        node.transfers._waiting.append(fetch.wanted)
+        fetch.wanted.waits(True)
+        assert not node.transfers._waiting
+        assert not node.reads._fetches
 
     run(test)
 

@@ -5,8 +5,10 @@ is given back, too. The session and its connection are real; the store and the l
 """
 
 import asyncio
+import gc
 import random
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 
 from lookup_buffer.errors import MissReason
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.connection import WAITS_MAX, Connection, Seat, Session
+from lookup_buffer.node.connection import WAITS_MAX, Connection, Seat, Session, Tasks
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import NOT_REACHED, Located, Locator
 from lookup_buffer.node.membership import Directory
@@ -459,3 +461,32 @@ def test_a_prefetch_does_not_wait_anew_for_what_got_no_turn_in_its_time() -> Non
         await node.close()
 
     asyncio.run(test())
+
+
+def test_what_a_cancelled_request_held_is_freed_at_once() -> None:
+    """Without a full garbage collection, which comes rarely."""
+
+    class Held: ...
+
+    async def request(held: Held) -> None:
+        async with asyncio.timeout(600.0) as bound:  # it refers to the task
+            await asyncio.sleep(60.0)
+            bound.reschedule(None)
+
+    async def test() -> None:
+        tasks, held = Tasks(), Held()
+        freed = weakref.ref(held)
+        tasks.own(asyncio.ensure_future(request(held)))
+        del held
+        await asyncio.sleep(0)
+        tasks.cancel()
+        while tasks:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert freed() is None
+
+    gc.disable()
+    try:
+        asyncio.run(test())
+    finally:
+        gc.enable()

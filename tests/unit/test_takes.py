@@ -150,6 +150,7 @@ class Pair:
         self.announced: list[tuple[int, int]] = []
         self.transfer_seconds = 5 * ONE_WAY_SECONDS
         self.is_crowded = False
+        self.queued: list[Wanted] = []
         self.landed: Callable[[], object] = lambda: None
 
     # What it asks of `Locator`, `Directory` and `Fetcher`.
@@ -176,10 +177,20 @@ class Pair:
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         for one in wanted:
             if self.is_crowded:
-                self.loop.call_at(one.until, one.done, Fetched(None, MissReason.BUSY))
+                self.queued.append(one)
+                self.loop.call_at(one.until, self._deny, one)
                 continue
             pin = self.there.arena.hold(ADDRESS, PEER_OWNER)  # as it is sent
             self.loop.call_later(self.transfer_seconds, self._land, one, pin)
+
+    def withdraw(self, one: Wanted) -> bool:
+        if is_queued := one in self.queued:
+            self.queued.remove(one)
+        return is_queued
+
+    def _deny(self, one: Wanted) -> None:
+        if self.withdraw(one):
+            one.done(Fetched(None, MissReason.BUSY))
 
     def _land(self, one: Wanted, pin: Pin | None) -> None:
         if pin is not None:
@@ -301,6 +312,19 @@ def test_a_take_waits_for_the_turn_of_its_transfer_for_its_time(
         return remote.loop.time() - began
 
     assert remote.run(take()) == pytest.approx(wait_seconds or TURN_SECONDS, abs=0.5)
+    remote.at_rest(holds=True)
+
+
+def test_a_take_that_is_cancelled_waits_for_no_turn(remote: Pair) -> None:
+    remote.owner.insert()
+    remote.is_crowded = True
+    task = remote.loop.create_task(remote.take())
+    remote.loop.run(1.0)
+    assert len(remote.queued) == 1
+    task.cancel()
+    remote.loop.run(1.0)
+    assert task.cancelled()
+    assert not remote.queued
     remote.at_rest(holds=True)
 
 

@@ -11,19 +11,23 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from lookup_buffer.errors import MissReason, PipeBroken, PipeTimeout
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node import receive, transfer
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.holders import (
+    BATCH_BYTES,
     LINKS_MAX,
     PACE_SECONDS,
     PAUSE_SECONDS_MIN,
     TIMEOUTS_MAX,
     Holder,
+    Places,
     soonest,
 )
 from lookup_buffer.node.links import Credentials
-from lookup_buffer.node.locate import Located
+from lookup_buffer.node.locate import Located, Waiting
+from lookup_buffer.node.read import Reads
 from lookup_buffer.node.receive import AT_ONCE_BYTES
 from lookup_buffer.node.storage import Breaker
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
@@ -259,7 +263,7 @@ async def crowded(fetching: Fetching, one: Wanted) -> Holder:
     """The first holder of `one`, from which as many batches are transferred as may be."""
     crowd = fetching.fetcher._holder_of(one, one.located.sources[0])
     for _ in range(LINKS_MAX):
-        await crowd.places.acquire()
+        crowd.places.ask()
     return crowd
 
 
@@ -315,6 +319,117 @@ def test_who_gets_no_turn_is_served_by_another_holder(monkeypatch: pytest.Monkey
         assert await fetched(fetching, one, came) == ""
         assert [location.node for location, _ in one.tried] == ["n0", "n1"]
         fetching.fetcher.close()
+
+    asyncio.run(test())
+
+
+async def turns() -> None:
+    """What waits for nothing comes to its end."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Knows:
+    """A locator that knows where everything is: on one holder, each item for a batch of its own."""
+
+    def cached(self, address: QualifiedKey) -> Located:
+        return wanted(address[1], print, nbytes=BATCH_BYTES).located
+
+    def watch(self, address: QualifiedKey, notify: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None
+
+
+@pytest.mark.parametrize("key", ["k", "k@r"])
+def test_readers_that_leave_deny_no_turn_to_others(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """A client may send thousands of requests, end its connection, and repeat that."""
+
+    async def test() -> None:
+        fetching = Fetching(monkeypatch, lambda _: "ok")
+        loop, fetcher, locator = asyncio.get_running_loop(), fetching.fetcher, Knows()
+        parts: Any = locator
+        waiting = Waiting(loop, parts)
+        reads = Reads(loop, fetching.arena, parts, fetcher, waiting, Counters(), "boot")
+        held: list[Fetched] = []
+
+        def hold(fetched: Fetched) -> bool | None:
+            held.append(fetched)
+            return fetched.held is not None or None
+
+        async def bring(key: str) -> object:
+            return await reads.bring((NAMESPACE, key), 0.0, hold)
+
+        some = wanted("some@r", print)
+        some.loan = key == "k@r"
+        crowd = await crowded(fetching, some)
+        async with asyncio.timeout(60.0):
+            for _ in range(3):
+                leaving = [asyncio.ensure_future(bring(key)) for _ in range(100)]
+                await turns()
+                assert crowd.users == (100 if some.loan else 1)
+                for reader in leaving:
+                    reader.cancel()
+                await asyncio.wait(leaving)
+                await turns()
+                assert (crowd.users, len(crowd.places._waiting)) == (0, 0)
+                assert not fetcher._fetches
+                assert not reads._fetches
+            stays = asyncio.ensure_future(bring("stays" + key))
+            await turns()
+            crowd.places.release()
+            assert await stays is True
+        assert (len(held), len(fetching.links)) == (1, 1), "nothing else was fetched"
+        gauges = fetching.arena.gauges()
+        assert (gauges.pins, gauges.reserved_bytes) == (0, 0)
+        fetcher.close()
+
+    asyncio.run(test())
+
+
+def test_what_is_withdrawn_leaves_its_batch_and_the_last_one_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        fetching = Fetching(monkeypatch, lambda _: "ok")
+        fetcher = fetching.fetcher
+        all_wanted = {key: wanted(key, partial(fetching.done, key)) for key in "abcd"}
+        crowd = await crowded(fetching, all_wanted["a"])
+        fetcher.fetch([all_wanted[key] for key in "ab"])
+        fetcher.fetch([all_wanted[key] for key in "cd"])
+        assert all(fetcher.withdraw(all_wanted[key]) for key in "ab"), "before its task begins"
+        await turns()
+        assert (crowd.users, len(crowd.places._waiting)) == (1, 1)
+        assert fetcher.withdraw(all_wanted["c"])
+        crowd.places.release()
+        assert not fetcher.withdraw(all_wanted["d"]), "it has its turn"
+        async with asyncio.timeout(60.0):
+            while "d" not in fetching.settled:
+                await asyncio.sleep(0.005)
+        assert not fetcher.withdraw(all_wanted["d"]), "it has come"
+        assert list(fetching.settled) == ["d"]
+        await turns()
+        assert crowd.users == 0
+        assert crowd.places.ask().done(), "its place is free again"
+        assert crowd.places.locked()
+        fetcher.close()
+
+    asyncio.run(test())
+
+
+def test_a_place_goes_to_the_next_one_that_has_not_left() -> None:
+    async def test() -> None:
+        places = Places(1)
+        places.ask()
+        first, second = places.ask(), places.ask()
+        first.cancel()
+        places.release()
+        assert second.done()
+        assert places.locked()
+        places.release()
+        await asyncio.sleep(0)
+        assert not places.locked()
+        assert not places._waiting
 
     asyncio.run(test())
 
