@@ -5,6 +5,7 @@ That read is tracked, so the mirror caches it.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from redis.exceptions import NoScriptError
@@ -55,19 +56,31 @@ class RedisMirrorClaims(MirrorClaims):
 
     def _run(self, script: Script, call: Call, on_reply: OnReply) -> None:
         """`on_reply` gets the connection and the script's result, or None and a StoreError."""
-        name = call[0][0].encode()  # all keys of a call are on one server
+        answered = partial(self._answered, script, call, on_reply)
+        self._mirror.send(_name(call), script.by_digest(call), answered)
 
-        def answered(connection: TrackedConnection | None, reply: Any) -> None:
-            if isinstance(reply, NoScriptError):
-                # Happens once after each start of a server.
-                self._mirror.send(name, script.by_text(call), answered)
-                return
-            found = translated(reply)
-            if connection is not None and isinstance(found, StoreRefused):
-                self._mirror.refused(connection, reply)
-            on_reply(connection, found)
+    def _answered(
+        self,
+        script: Script,
+        call: Call,
+        on_reply: OnReply,
+        connection: TrackedConnection | None,
+        reply: Any,
+    ) -> None:
+        if isinstance(reply, NoScriptError):
+            # Happens once after each start of a server.
+            answered = partial(self._answered, script, call, on_reply)
+            self._mirror.send(_name(call), script.by_text(call), answered)
+            return
+        found = translated(reply)
+        if connection is not None and isinstance(found, StoreRefused):
+            self._mirror.refused(connection, reply)
+        on_reply(connection, found)
 
-        self._mirror.send(name, script.by_digest(call), answered)
+
+def _name(call: Call) -> bytes:
+    """All keys of a call are on one server."""
+    return call[0][0].encode()
 
 
 def _released(answer: Any) -> bool | StoreError:

@@ -269,8 +269,8 @@ class Claims:
 
     async def release(self, session: Session, request: ReleaseClaim) -> Fields:
         """Release a claim; answers whether it was still this engine's."""
-        (released,) = self._release(session, [(request.namespace, request.key)])
-        return {"released": await released is True}
+        released = [await one for one in self._release(session, [(request.namespace, request.key)])]
+        return {"released": released == [True]}
 
     def inserted(self, session: Session, address: QualifiedKey) -> None:
         """This engine stored the key: its publication drops the claim."""
@@ -480,7 +480,8 @@ class Claims:
                 answer = await self.arbiter.claim(claiming)
         except asyncio.CancelledError:
             if self.held.find(session, address) is None:  # nobody else would release it
-                self.arbiter.release([Releasing(*address, token)])
+                self.held.count_release(session)
+                self._send_releases(session, [address])
             else:  # the store may still grant it, beyond the end of that entry
                 self.held.keep(session, claiming, 0.0)
             raise
@@ -503,11 +504,20 @@ class Claims:
     def _release(
         self, session: Session, addresses: Sequence[QualifiedKey]
     ) -> "list[asyncio.Future[Reply]]":
-        for address in addresses:
-            self.held.drop(session, address)
-        return self.arbiter.release(
+        """Release what this engine has or asks for: without a command for any other key."""
+        begun = [one for one in dict.fromkeys(addresses) if self.held.begin_release(session, one)]
+        return self._send_releases(session, begun)
+
+    def _send_releases(
+        self, session: Session, addresses: Sequence[QualifiedKey]
+    ) -> "list[asyncio.Future[Reply]]":
+        """Each counts as a claim until the store has answered."""
+        replies = self.arbiter.release(
             [Releasing(*each, self._token(session, each)) for each in addresses]
         )
+        for reply in replies:
+            reply.add_done_callback(lambda _: self.held.count_release(session, -1))
+        return replies
 
     @property
     def holder(self) -> str:

@@ -4,6 +4,7 @@ Bookkeeping without I/O, on the loop's thread. `claims` keeps it, `registrar` an
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from lookup_buffer.node.shares import Shares
 from store import Claiming, ClaimState
 
 CLAIMS_MAX: Final = 16_384
-"""Bound on the claims of all clients, see `shares`: of one engine at most half as many."""
+"""Bound on the claims of all clients, see `shares`: of one engine at most half as many. Each counts
+from when it is asked for until the store has answered its release."""
 CLAIMS_OWN: Final = 8
 FORGET_SECONDS: Final = 1.0
 """The entry of a claim is dropped this long after the end of its lease."""
@@ -56,6 +58,8 @@ class HeldClaims:
     loop: asyncio.AbstractEventLoop
     shares: Shares = field(default_factory=lambda: Shares("claims", CLAIMS_MAX, CLAIMS_OWN))
     _held: dict[tuple[Owner, QualifiedKey], HeldClaim] = field(default_factory=dict)
+    _asked: Counter[tuple[Owner, QualifiedKey]] = field(default_factory=Counter)
+    """How often each is being asked for."""
 
     def __len__(self) -> int:
         """The number of claims of this node's engines. On any thread."""
@@ -77,15 +81,19 @@ class HeldClaims:
         Raises:
             BufferFull: it would be one more of this engine, which has too many.
         """
-        if self.find(session, address) is not None:
-            yield
-            return
-        self.shares.check(session.owner)
-        self.shares.add(session.owner)
+        owner, is_new = session.owner, self.find(session, address) is None
+        if is_new:
+            self.shares.check(owner)
+            self.shares.add(owner)
+        self._asked[owner, address] += 1
         try:
             yield
         finally:
-            self.shares.add(session.owner, -1)
+            if is_new:
+                self.shares.add(owner, -1)
+            self._asked[owner, address] -= 1
+            if not self._asked[owner, address]:
+                del self._asked[owner, address]
 
     def keep(self, session: Session, claiming: Claiming, granted_seconds: float) -> None:
         """The claim is, or may be, this engine's, or is renewed; the store has granted it for
@@ -112,6 +120,23 @@ class HeldClaims:
             if claim.end is not None:
                 claim.end.cancel()
         return claim
+
+    def begin_release(self, session: Session, address: QualifiedKey) -> bool:
+        """Remove the engine's entry. Returns whether to tell the store, and counts that.
+
+        The store has no claim that the engine neither has nor asks for. If this is one more of an
+        engine that has too many, the lease ends the claim.
+        """
+        is_held = self.drop(session, address) is not None
+        is_asked = (session.owner, address) in self._asked
+        if is_held or (is_asked and self.shares.fits(session.owner)):
+            self.count_release(session)
+            return True
+        return False
+
+    def count_release(self, session: Session, change: int = 1) -> None:
+        """So many more are sent to the store and not answered."""
+        self.shares.add(session.owner, change)
 
     def of_session(self, session: Session) -> list[QualifiedKey]:
         """The keys of the claims that end with the session."""

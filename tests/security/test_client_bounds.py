@@ -274,6 +274,17 @@ def test_claims(attack: Attack) -> None:
         assert client.claim(key(), lease_seconds=60.0).granted, "the control: others may"
 
 
+def test_releases_of_what_it_does_not_have(attack: Attack) -> None:
+    """Each key was a command to Redis, and garbage until the next full collection."""
+    before = stats(attack.node)["claims"]
+    for n in range(8):
+        keys = [f"{n}-{each:04}".ljust(250, "x") for each in range(4000)]
+        attack.send([messages.Unclaim(n, NAMESPACE, keys, 0)])
+    attack.answered()
+    assert attack.grown_bytes() < 40 * MIB
+    assert stats(attack.node)["claims"] == before
+
+
 def test_offers_of_a_device(attack: Attack) -> None:
     count, width = OFFERS_MAX, 4000
     pool = messages.OpenPool(1, "gloo", "0" * 8, 4321, "f" * 12, MIB, receives=True, offers=True)

@@ -78,10 +78,12 @@ class Store:
         left = self.claims[key][2] - self.loop.now
         return ClaimAnswer(True, "", request.state, left)
 
-    def release(self, node: "VirtualNode", key: str) -> None:
-        if self.holder(key) is node:
-            del self.claims[key]
-            self.changed(key)
+    def release(self, node: "VirtualNode", key: str) -> bool:
+        if self.holder(key) is not node:
+            return False
+        del self.claims[key]
+        self.changed(key)
+        return True
 
     def publish(self, node: "VirtualNode", key: str) -> None:
         self.stored.add(key)
@@ -152,7 +154,10 @@ class VirtualNode:
         self.to_store.send(decide)
 
     def release(self, releasing: Releasing, answer: Callable[[bool], None]) -> None:
-        self.to_store.send(self.store.release, self, releasing.key)
+        def release() -> None:
+            self.from_store.send(answer, self.store.release(self, releasing.key))
+
+        self.to_store.send(release)
 
     # What they ask of `Arena`, `Reads` and `Locator`.
 

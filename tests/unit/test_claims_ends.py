@@ -4,6 +4,7 @@ The store and the way to it are those of `virtual_nodes`.
 """
 
 import asyncio
+import gc
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from cancelling import cancel_at_each_wait
 from lookup_buffer.node.counters import UNASKED
+from lookup_buffer.node.held_claims import CLAIMS_MAX
 from lookup_buffer.protocol.messages import Claim, ClaimAll, ClaimOutcome, Encoding, Unclaim
 from virtual_loop import VirtualLoop
 from virtual_nodes import NAMESPACE, Store, VirtualNode
@@ -42,6 +44,8 @@ class Pair:
         for node in (self.here, self.there):
             assert node.is_at_rest
             assert len(node.claims.held) == 0
+            assert not node.claims.held.shares._used
+            assert not node.claims.held._asked
             assert not node.session.tasks
             assert not node.claims.waiting._waiters
         assert not self.store.watches
@@ -155,3 +159,64 @@ def test_a_claim_that_is_cancelled_beside_an_intent_ends_with_its_session() -> N
     pair.loop.run(20.0)
     checking.result()
     pair.at_rest()
+
+
+# -- releases
+
+
+def test_what_an_engine_does_not_have_is_not_released_at_the_store() -> None:
+    pair = Pair()
+    pair.claim_of("k", "m")
+    pair.loop.run(0.5)
+    for _ in range(2):
+        unclaim = Unclaim(2, NAMESPACE, ["absent", "k", "k", "m"], 0)
+        pair.here.handle(unclaim, lambda _: None)
+        assert pair.here.to_store.under_way == 2
+    pair.at_rest()
+
+
+def test_a_claim_that_is_asked_for_is_released_a_bounded_number_of_times() -> None:
+    pair = Pair()
+    session, held = pair.here.session, pair.here.claims.held
+    asking = pair.loop.create_task(pair.here.claims.claim(session, claim("k")))
+    pair.loop.run(0.0)
+    for _ in range(CLAIMS_MAX):
+        pair.here.claims.unclaim(session, Unclaim(2, NAMESPACE, ["k"], 0))
+    assert pair.here.to_store.under_way == CLAIMS_MAX // 2
+    assert not held.shares.fits(session.owner)
+    pair.loop.run(0.3)
+    assert asking.done()
+    assert pair.store.holder("k") is None
+    pair.at_rest()
+
+
+def test_claims_that_are_given_up_count_until_the_store_answers() -> None:
+    pair = Pair()
+    pair.here.to_store.send = lambda *_: None  # type: ignore[method-assign]
+    session, shares = pair.here.session, pair.here.claims.held.shares
+    for n in range(20):
+        task = pair.loop.create_task(pair.here.claims.claim(session, claim(f"k{n}")))
+        pair.loop.run(0.0)
+        task.cancel()
+        pair.loop.run(0.0)
+    assert shares._held == {session.owner: 20}
+
+
+def test_claims_and_releases_leave_no_garbage() -> None:
+    """A collection of all that a node has takes long, so it is seldom."""
+    pair = Pair()
+    keys = [f"k{n:03}" for n in range(300)]
+    gc.collect()
+    gc.disable()
+    try:
+        for request in (
+            Encoding(1, NAMESPACE, keys, 5.0),
+            Unclaim(2, NAMESPACE, keys, 0),
+            ClaimAll(3, NAMESPACE, keys, 5.0),
+        ):
+            pair.here.handle(request, lambda _: None)
+            pair.loop.run(10.0)
+        assert gc.collect() < 30
+    finally:
+        gc.enable()
+    assert pair.here.claims.counters.totals()["claims_granted"] == 600
