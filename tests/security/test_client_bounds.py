@@ -210,6 +210,38 @@ def test_handoffs_without_room(attack: Attack) -> None:
         staging.close()
 
 
+def test_items_without_bytes(start_node: StartNode) -> None:
+    """What the node notes of each exceeds its unit of the arena 80 times."""
+    bound, long = 4 * MIB, "x" * 3900
+    node = start_node(
+        capacity_bytes=16 * MIB,
+        prelude=f"from lookup_buffer.node import arena\narena.ENTRIES_BYTES_MIN = {bound}",
+    )
+    with raw(node) as client:
+        client.socket.settimeout(scaled(10.0))
+
+        def insert(keys: list[str], wait_seconds: float = 0.0) -> list[dict[str, Any]]:
+            nothing = [TensorHeader.of_none().to_fields()] * len(keys)
+            offsets = [0] * len(keys)
+            request = messages.Insert(1, NAMESPACE, keys, nothing, offsets, None, wait_seconds)
+            results: list[dict[str, Any]] = client.ask(request)["results"]
+            return results
+
+        def items() -> int:
+            count: int = client.ask(messages.Stats(2))["stats"]["items"]
+            return count
+
+        for n in range(0, 2000, 20):
+            results = insert([f"{long}-{each}" for each in range(n, n + 20)])
+            assert all(each.get("outcome") == "stored" for each in results)
+        assert 500 < items() < bound // len(long)
+        handoffs = [insert([handoff(long).text])[0] for _ in range(500)]
+        stored = [each.get("outcome") for each in handoffs].count("stored")
+        assert 250 < stored < bound // 2 // len(long)
+        assert handoffs[-1]["error"] == "BufferFull"
+        assert insert(["more"])[0]["outcome"] == "stored", "the control: shared ones have the rest"
+
+
 def test_descriptions_of_namespaces(attack: Attack) -> None:
     """Each was kept for the node's life."""
     parts = {"part": "x" * 8000}
