@@ -10,6 +10,9 @@ and its last pin is released. Pins and reservations have one share of the arena,
 are never evicted, another. What remains can be evicted, so room can be made. Pinning a hand-off
 charges nothing: a taker, which makes room, is never refused. A loan (a copy of another node's
 hand-off) is never returned by a look-up.
+
+An item also takes memory of the node's own, its entry, however few its bytes are. Entries are
+charged and released with the bytes, have a bound of their own, and are evicted to keep it.
 """
 
 import itertools
@@ -36,6 +39,12 @@ HELD_FRACTION: Final = 1 / 3
 """Share of the arena for pins and reservations together. One item alone may exceed it."""
 HANDOFF_FRACTION: Final = 1 / 2
 """Share of the arena for all hand-offs together: they are never evicted."""
+ENTRY_BYTES: Final = 1 << 10
+"""What an item's bookkeeping occupies beside the text of its address: 0.5 to 1.0 KB measured."""
+ENTRIES_FRACTION: Final = 1 / 16
+"""The bound on all entries, relative to the arena: it is never reached by items of 20 KB."""
+ENTRIES_BYTES_MIN: Final = 128 << 20
+"""What it is at least: 110,000 items with keys of 100 characters."""
 PEER_OWNER: Final = -2
 """Owner of the pins on items that are being sent to other nodes."""
 TICKET_BITS: Final = 62
@@ -82,6 +91,10 @@ class Item:
         return self.header.nbytes
 
     @property
+    def entry_bytes(self) -> int:
+        return entry_bytes_of(self.address)
+
+    @property
     def is_handoff(self) -> bool:
         """Whether it is a hand-off of this node; False for a loan of another node's."""
         return self.handoff_bytes > 0 or self.wanted_bytes > 0
@@ -118,6 +131,11 @@ def pin_size(ranks: Collection[int] | None) -> int:
     return 1 + (0 if ranks is None else len(ranks) // RANKS_A_PIN)
 
 
+def entry_bytes_of(address: QualifiedKey) -> int:
+    """About what an item at this address occupies of the node's own memory."""
+    return ENTRY_BYTES + sum(map(len, address))
+
+
 class Arena:
     """The arena of a node.
 
@@ -152,7 +170,9 @@ class Arena:
         """The pins of clients, also those of lanes. The owners below 0 are parts of the node."""
         self._generations = itertools.count(1)
         self._pinned_bytes = self._reserved_bytes = 0
-        self._handoff_bytes = 0
+        self._entries_bytes_max = max(ENTRIES_BYTES_MIN, int(capacity_bytes * ENTRIES_FRACTION))
+        self._entries_bytes = 0
+        self._handoff_bytes = self._handoff_entries_bytes = 0
         self._wanted_bytes = 0
         """Bytes of hand-offs beyond their share whose takers wait: charged like pins."""
 
@@ -449,42 +469,74 @@ class Arena:
         self, address: QualifiedKey, header: TensorHeader, ttl_seconds: float, *, wanted: bool
     ) -> Item:
         nbytes = self._allocator.rounded_bytes(header.nbytes)
-        share = self.memory.nbytes * HANDOFF_FRACTION
-        if nbytes > share:
+        if nbytes > self.memory.nbytes * HANDOFF_FRACTION:
             raise TensorTooLarge(
                 f"a hand-off of {nbytes} bytes exceeds half of the arena of "
                 f"{self.memory.nbytes} bytes; raise capacity_bytes"
             )
-        room = share - self._handoff_bytes
-        old = self._items.get(address)
-        if old is not None and not old.pins and room < nbytes <= room + old.handoff_bytes:
-            self.remove(old, "replaced")
-            room += old.handoff_bytes
-        if nbytes > room:
+        self._replace_for(address, nbytes)
+        fits = self._fits_handoffs(nbytes, entry_bytes_of(address))
+        if not fits:
             if not wanted:
                 raise BufferFull(
-                    f"hand-offs use {self._handoff_bytes} bytes; {nbytes} more exceed half of the "
-                    f"arena of {self.memory.nbytes} bytes; wait for takers or raise capacity_bytes"
+                    f"hand-offs use {self._handoff_bytes} bytes of the arena of "
+                    f"{self.memory.nbytes} bytes, and {self._handoff_entries_bytes} of "
+                    f"{self._entries_bytes_max} for bookkeeping; {nbytes} more exceed half; wait "
+                    "for takers or raise capacity_bytes"
                 )
             self._check_held(nbytes)
         item = self._place(address, header, "local", ttl_seconds)
-        if nbytes > room:
-            item.wanted_bytes = nbytes
-            self._wanted_bytes += nbytes
-        else:
+        if fits:
             item.handoff_bytes = nbytes
             self._handoff_bytes += nbytes
+            self._handoff_entries_bytes += item.entry_bytes
+        else:
+            item.wanted_bytes = nbytes
+            self._wanted_bytes += nbytes
         return item
+
+    def _replace_for(self, address: QualifiedKey, nbytes: int) -> None:
+        """Remove an unpinned hand-off at `address` if the share holds only one of the two."""
+        old, entry_bytes = self._items.get(address), entry_bytes_of(address)
+        if old is None or old.pins or not old.handoff_bytes:
+            return
+        fits_alone = self._fits_handoffs(nbytes - old.handoff_bytes, 0)
+        if fits_alone and not self._fits_handoffs(nbytes, entry_bytes):
+            self.remove(old, "replaced")
+
+    def _fits_handoffs(self, nbytes: int, entry_bytes: int) -> bool:
+        """Whether the share of hand-offs has room for so much more."""
+        bytes_max = self.memory.nbytes * HANDOFF_FRACTION
+        entries_bytes_max = self._entries_bytes_max * HANDOFF_FRACTION
+        return (
+            self._handoff_bytes + nbytes <= bytes_max
+            and self._handoff_entries_bytes + entry_bytes <= entries_bytes_max
+        )
 
     def _place(
         self, address: QualifiedKey, header: TensorHeader, origin: str, ttl_seconds: float | None
     ) -> Item:
+        entry_bytes = entry_bytes_of(address)
+        self._evict_entries(entry_bytes)
         offset = self._allocator.allocate(header.nbytes)
         if offset is None:
             offset = self._evict_for(header.nbytes)
+        self._entries_bytes += entry_bytes
         now = self._clock()
         expires_at = None if ttl_seconds is None else now + ttl_seconds
         return Item(address, header, offset, next(self._generations), origin, now, expires_at)
+
+    def _evict_entries(self, nbytes: int) -> None:
+        """Evict the items that were used least recently until `nbytes` more of entries fit."""
+        while self._entries_bytes + nbytes > self._entries_bytes_max:
+            oldest = next((item for item in self._by_use.values() if not item.pins), None)
+            if oldest is None:
+                raise BufferFull(
+                    f"the items occupy {self._entries_bytes} bytes beside the arena, of at most "
+                    f"{self._entries_bytes_max}: all are pinned, hand-offs or being written; "
+                    "release views or raise capacity_bytes"
+                )
+            self.remove(oldest, GoneReason.EVICTED)
 
     def _evict_for(self, nbytes: int) -> int:
         """Evict neighbours and allocate `nbytes`. Of all runs that suffice, the most recently used
@@ -514,7 +566,10 @@ class Arena:
         self.on_change(item.address, "")
 
     def _free(self, item: Item) -> None:
-        self._handoff_bytes -= item.handoff_bytes
+        self._entries_bytes -= item.entry_bytes
+        if item.handoff_bytes:
+            self._handoff_bytes -= item.handoff_bytes
+            self._handoff_entries_bytes -= item.entry_bytes
         self._wanted_bytes -= item.wanted_bytes
         self._by_use.pop(item.offset, None)
         self._allocator.free(item.offset)

@@ -27,6 +27,7 @@ from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Arrival, Handoffs
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.read import Reads
+from lookup_buffer.node.shares import size_of
 from lookup_buffer.node.staging import StagingArea, StagingAreas
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_fields
@@ -39,6 +40,9 @@ LOOK_AGAIN_SECONDS = 0.02
 """The end of a fetch does not resume waiting inserts, so they check this often."""
 WRITING_SECONDS_MAX = 5.0
 """An insert waits so long for another one, or for a fetch, that writes the same key."""
+PART_BYTES = 1 << 10
+"""About what one part of a request occupies, beside the text of its key: also once it has its
+result, while others of the request wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +76,13 @@ class _Inserting:
     tasks: Tasks = field(default_factory=Tasks)
     waiting: Tasks = field(default_factory=Tasks)
     """Those whose part is not admitted: the end of the connection cancels them."""
+    size: int = field(init=False)
+    """What it counts of the session's requests that wait, beside 1 for each part that waits."""
+    counted: int = 0
+    """Of that, what is counted: all of it from when the first part waits until the answer."""
+
+    def __post_init__(self) -> None:
+        self.size = size_of(self.request.keys, PART_BYTES) - 1
 
     def admitted(self) -> None:
         """The part of this task uses the staging area from now on, and is finished."""
@@ -179,12 +190,16 @@ class Inserts:
             self._start(one, self._copy_and_store(one, reserved), waits=False)
 
     def _may_wait(self, one: _Inserting, part: _Part) -> bool:
-        """Whether one more of this session's requests may wait; else the part is refused."""
+        """Whether this part may wait, as may the request it belongs to; else it is refused."""
+        waits, owner = one.session.waits, one.session.id
+        uncounted = one.size - one.counted
         try:
-            one.session.waits.check(one.session.id)
+            waits.check(owner, 1 + uncounted)
         except BufferFull as error:
             self._refuse(part, error)
             return False
+        waits.add(owner, uncounted)
+        one.counted += uncounted
         return True
 
     def _start(
@@ -200,6 +215,7 @@ class Inserts:
         if one.tasks:
             return
         del self._inserting[one.connection]
+        one.session.waits.add(one.session.id, -one.counted)
         if one.staging is not None:
             self.stagings.release(one.staging)
         results = [part.result for part in one.parts]

@@ -50,9 +50,10 @@ class Shares:
         if held:
             self._held[owner] = held
         else:
-            del self._held[owner]
+            self._held.pop(owner, None)
 
 
-def size_of(keys: Collection[str]) -> int:
-    """What a request for these keys counts while it waits: 1, and more if they are many."""
-    return 1 + (sum(map(len, keys)) + KEY_BYTES * len(keys)) // REQUEST_BYTES
+def size_of(keys: Collection[str], each: int = KEY_BYTES) -> int:
+    """What a request for these keys counts while it waits: 1, and more if they are many. `each`:
+    about what it keeps of one beside its text."""
+    return 1 + (sum(map(len, keys)) + each * len(keys)) // REQUEST_BYTES

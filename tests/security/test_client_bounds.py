@@ -2,10 +2,11 @@
 keeps or does for it."""
 
 import os
+import select
 import socket
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from lookup_buffer.node.arena import PINS_MAX, pin_size
 from lookup_buffer.node.connection import WAITS_MAX
 from lookup_buffer.node.devices import OFFERS_MAX
 from lookup_buffer.node.held_claims import CLAIMS_MAX
+from lookup_buffer.node.insert import PART_BYTES
 from lookup_buffer.node.reachability import REACHING_MAX
+from lookup_buffer.node.shares import size_of
 from lookup_buffer.protocol import messages
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.header import TensorHeader
@@ -208,6 +211,70 @@ def test_handoffs_without_room(attack: Attack) -> None:
         attack.answered()
         assert other.ask(insert(1))["results"][0]["error"] == "BufferFull"
         staging.close()
+
+
+def test_inserts_of_which_one_part_waits(start_node: StartNode) -> None:
+    """Each keeps its other parts, which have their results, until its answer."""
+    node, staging = start_node(capacity_bytes=4 * MIB), Staging(MIB)
+    staging.view[:] = bytes(MIB)
+    large = TensorHeader("uint8", (MIB,), MIB).to_fields()
+    others = [f"other-{n}" for n in range(4000)]
+    nothing = [TensorHeader.of_none().to_fields()] * len(others)
+
+    def insert(keys: list[str], seconds: float) -> messages.Insert:
+        keys = [handoff().text, *keys]
+        headers = [large, *nothing[: len(keys) - 1]]
+        return messages.Insert(2, NAMESPACE, keys, headers, [0] * len(keys), 600.0, seconds)
+
+    with closing(staging), raw(node) as main, ExitStack() as stack:
+        main.ask(messages.Stage(1), [staging.fd])
+        for _ in range(2):
+            main.ask(insert([], 0.0))
+        bound = WAITS_MAX // 2 // size_of(others, PART_BYTES)
+        clients = [stack.enter_context(raw(node, session=False)) for _ in range(bound + 4)]
+        for client in clients:
+            client.socket.settimeout(scaled(10.0))
+            client.ask(messages.Join(1, main.session))
+            client.ask(messages.Stage(1), [staging.fd])
+            client.socket.sendall(encode_frame(insert(others, 86_400.0).to_wire()))
+        sockets = [client.socket for client in clients]
+        wait_until(lambda: len(select.select(sockets, [], [], 0.0)[0]) >= 4, 10.0)
+        assert len(select.select(sockets, [], [], 0.0)[0]) <= 5
+        for client in clients:
+            client.socket.close()
+        wait_until(lambda: "hand-offs" in main.ask(insert([], 0.01))["results"][0]["message"], 5.0)
+
+
+def test_items_without_bytes(start_node: StartNode) -> None:
+    """What the node notes of each exceeds its unit of the arena 80 times."""
+    bound, long = 4 * MIB, "x" * 3900
+    node = start_node(
+        capacity_bytes=16 * MIB,
+        prelude=f"from lookup_buffer.node import arena\narena.ENTRIES_BYTES_MIN = {bound}",
+    )
+    with raw(node) as client:
+        client.socket.settimeout(scaled(10.0))
+
+        def insert(keys: list[str], wait_seconds: float = 0.0) -> list[dict[str, Any]]:
+            nothing = [TensorHeader.of_none().to_fields()] * len(keys)
+            offsets = [0] * len(keys)
+            request = messages.Insert(1, NAMESPACE, keys, nothing, offsets, None, wait_seconds)
+            results: list[dict[str, Any]] = client.ask(request)["results"]
+            return results
+
+        def items() -> int:
+            count: int = client.ask(messages.Stats(2))["stats"]["items"]
+            return count
+
+        for n in range(0, 2000, 20):
+            results = insert([f"{long}-{each}" for each in range(n, n + 20)])
+            assert all(each.get("outcome") == "stored" for each in results)
+        assert 500 < items() < bound // len(long)
+        handoffs = [insert([handoff(long).text])[0] for _ in range(500)]
+        stored = [each.get("outcome") for each in handoffs].count("stored")
+        assert 250 < stored < bound // 2 // len(long)
+        assert handoffs[-1]["error"] == "BufferFull"
+        assert insert(["more"])[0]["outcome"] == "stored", "the control: shared ones have the rest"
 
 
 def test_descriptions_of_namespaces(attack: Attack) -> None:

@@ -234,6 +234,7 @@ class ArenaMachine(RuleBasedStateMachine):
         gauges = self.arena.gauges()
         assert gauges.items == len(self.found)
         assert gauges.used_bytes == sum(m.charged_bytes for m in models)
+        assert self.arena._entries_bytes == sum(m.item.entry_bytes for m in models)
         assert gauges.reserved_bytes == sum(m.item.nbytes for m in models if not m.ready)
         assert gauges.pinned_bytes == sum(m.item.nbytes for m in models if m.pins)
         assert gauges.pins == sum(len(m.pins) for m in models)

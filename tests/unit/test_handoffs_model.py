@@ -356,6 +356,7 @@ class HandoffMachine(RuleBasedStateMachine):
         gauges = self.arena.gauges()
         assert (gauges.handoff_bytes, gauges.used_bytes, gauges.pins, gauges.items) == (0, 0, 0, 0)
         assert self.arena._wanted_bytes == 0
+        assert self.arena._entries_bytes == self.arena._handoff_entries_bytes == 0
 
     # -- always
 
