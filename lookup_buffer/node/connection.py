@@ -2,10 +2,10 @@
 
 A `Connection` is one socket: a client's unix socket, or another node's TCP socket. It decodes
 frames, encodes replies and passes descriptors both ways (on a unix socket only). It never blocks.
-Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`, and that of all clients together by
-`OUTPUT_TOTAL_BYTES`: a remote end that does not read its replies is disconnected, and so is another
-node that acknowledges nothing for PEER_PROGRESS_SECONDS. Created by `server` (clients), `takes`,
-`handoffs` and `reachability` (nodes).
+Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`, and both of all clients together by
+`PENDING_TOTAL_BYTES`: a remote end that does not read its replies, or leaves requests half sent, is
+disconnected, and so is another node that acknowledges nothing for PEER_PROGRESS_SECONDS. Created by
+`server` (clients), `takes`, `handoffs` and `reachability` (nodes).
 
 A `Session` has a client's connections, engine rank, and the requests that wait. It begins with
 `Hello` on its main connection, the first one. It ends with `Goodbye`, or with that connection.
@@ -34,9 +34,9 @@ from lookup_buffer.times import PEER_PROGRESS_SECONDS, TRANSFER_TOLD_SECONDS
 READ_BYTES = 64 << 10
 OUTPUT_MAX_BYTES = 16 << 20
 """Of replies that one remote end has not read."""
-OUTPUT_TOTAL_BYTES = 128 << 20
-"""The same, of all clients of the node."""
-OUTPUT_OWN_BYTES = 64 << 10
+PENDING_TOTAL_BYTES = 128 << 20
+"""Of replies that clients have not read, and of requests that they have not sent in full."""
+PENDING_OWN_BYTES = 64 << 10
 WAITS_MAX = 8_192
 """Bound on the requests of all clients that wait, see `shares`: of one at most half as many. Each
 is resumed every second (`locate.LOOK_AGAIN_SECONDS`): so many take 0.4 s of a processor for it."""
@@ -112,10 +112,10 @@ class Connection:
         on_end: Callable[["Connection", LookupBufferError | None], None],
         macs: Macs | None = None,
         closer: Closer | None = None,
-        unread: Shares | None = None,
+        pending: Shares | None = None,
     ) -> None:
         """`closer` is for a client's socket, which passes descriptors, and whose headers are small
-        until `allow_large_headers`. `unread`: the bytes of replies that clients have not read."""
+        until `allow_large_headers`. `pending`: see `new_pending`."""
         self._loop = loop
         self._socket = sock
         self._on_message = on_message
@@ -127,7 +127,7 @@ class Connection:
             mac=macs.receives if macs else None,
         )
         self._output = bytearray()
-        self._unread, self._unread_bytes = unread, 0
+        self._pending, self._pending_bytes = pending, 0
         self._descriptors: list[int] = []
         self._open = True
         self._is_heard = True
@@ -250,7 +250,9 @@ class Connection:
             self._closer.close_connection(self._socket)
         self.discard(self._descriptors)
         self._descriptors = []
-        self._count_unread(0)
+        self._output.clear()  # timers keep this object for a while
+        self._decoder.discard()
+        self._count_pending()
         self._requests.cancel()
         self._on_end(self, error)
 
@@ -279,6 +281,9 @@ class Connection:
                 self._on_message(self, message)
         except ProtocolError as error:
             self.end(error)
+            return
+        if self._open and not self._count_pending():
+            self.end(ProtocolError(f"{self._decoder.buffered_bytes} bytes of a half-sent request"))
 
     def _flush(self) -> None:
         if self._closer is None and not self._is_in_use:
@@ -289,10 +294,9 @@ class Connection:
             while self._output:
                 sent = self._socket.send(self._output)
                 del self._output[:sent]
-            self._count_unread(0)
+            self._count_pending()
         except (BlockingIOError, InterruptedError):
-            if self._may_be_unread(len(self._output)):
-                self._count_unread(len(self._output))
+            if len(self._output) <= OUTPUT_MAX_BYTES and self._count_pending():
                 self._loop.add_writer(self._socket.fileno(), self._writable)
             else:
                 self.end(ProtocolError(f"{len(self._output)} bytes of replies are not read"))
@@ -312,15 +316,18 @@ class Connection:
             self._is_in_use = False
             end_when_unanswered(self._socket)
 
-    def _may_be_unread(self, nbytes: int) -> bool:
-        if nbytes > OUTPUT_MAX_BYTES:
+    def _count_pending(self) -> bool:
+        """Count what is pending now. False if all clients together may not have so much."""
+        if self._pending is None:
+            return True
+        nbytes = len(self._output) + self._decoder.buffered_bytes
+        more = nbytes - self._pending_bytes
+        if more > 0 and not self._pending.fits(self, more):
             return False
-        return self._unread is None or self._unread.fits(self, nbytes - self._unread_bytes)
-
-    def _count_unread(self, nbytes: int) -> None:
-        if self._unread is not None and nbytes != self._unread_bytes:
-            self._unread.add(self, nbytes - self._unread_bytes)
-            self._unread_bytes = nbytes
+        if more:
+            self._pending.add(self, more)
+            self._pending_bytes = nbytes
+        return True
 
     def _writable(self) -> None:
         self._loop.remove_writer(self._socket.fileno())
@@ -330,6 +337,11 @@ class Connection:
 def new_waits() -> Shares:
     """Counts the requests that wait of all sessions of one node."""
     return Shares("requests that wait", WAITS_MAX, WAITS_OWN)
+
+
+def new_pending() -> Shares:
+    """Counts the bytes that all clients of one node have not read or not sent in full."""
+    return Shares("pending bytes", PENDING_TOTAL_BYTES, PENDING_OWN_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

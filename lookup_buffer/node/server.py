@@ -31,14 +31,13 @@ from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.closer import Closer
 from lookup_buffer.node.connection import (
-    OUTPUT_OWN_BYTES,
-    OUTPUT_TOTAL_BYTES,
     Answer,
     Connection,
     Fields,
     Seat,
     Session,
     Tasks,
+    new_pending,
     new_waits,
 )
 from lookup_buffer.node.counters import Counters
@@ -126,9 +125,7 @@ class Server:
     closer: Closer = field(default_factory=Closer)
     idle_since: float = field(default_factory=time.monotonic)
     _waits: Shares = field(default_factory=new_waits)
-    _unread: Shares = field(
-        default_factory=lambda: Shares("unread bytes", OUTPUT_TOTAL_BYTES, OUTPUT_OWN_BYTES)
-    )
+    _pending: Shares = field(default_factory=new_pending)
     _prefetches: Prefetches = field(init=False)
     _handlers: dict[type[Request], Callable[[Session, Any], Answer]] = field(init=False)
     """Of the requests that do not involve the connection on which they came. A `LookupBufferError`
@@ -244,7 +241,12 @@ class Server:
             self.closer.close_connection(sock)
             return
         connection = Connection(
-            self.loop, sock, self._on_message, self._on_end, closer=self.closer, unread=self._unread
+            self.loop,
+            sock,
+            self._on_message,
+            self._on_end,
+            closer=self.closer,
+            pending=self._pending,
         )
         self._of[connection] = None
         if connection.uid not in (os.getuid(), 0):

@@ -356,7 +356,7 @@ def test_replies_that_nobody_reads(start_node: StartNode) -> None:
     total_bytes = MIB
     node = start_node(
         prelude="from lookup_buffer.node import connection\n"
-        f"connection.OUTPUT_TOTAL_BYTES = {total_bytes}"
+        f"connection.PENDING_TOTAL_BYTES = {total_bytes}"
     )
     with ExitStack() as stack:
         name = key()
@@ -369,6 +369,33 @@ def test_replies_that_nobody_reads(start_node: StartNode) -> None:
             wait_until(lambda pins=4096 * number: stats(node)["pins"] == pins, 5.0)  # type: ignore[misc]
         has_ended = [client.ended(0.1) for client in clients]
         assert 0 < has_ended.count(False) * 350_000 <= total_bytes
+
+
+def test_requests_that_are_half_sent(start_node: StartNode) -> None:
+    total_bytes, sent_bytes = MIB, MIB // 2
+    node = start_node(
+        prelude="from lookup_buffer.node import connection\n"
+        f"connection.PENDING_TOTAL_BYTES = {total_bytes}"
+    )
+
+    def request(keys: int) -> bytes:
+        asked = messages.Prefetch(2, NAMESPACE, ["x" * 4000] * keys, 0, 0.0)
+        return encode_frame(asked.to_wire())
+
+    with raw(node) as main:
+        with ExitStack() as stack:
+            clients = [stack.enter_context(raw(node, session=False)) for _ in range(12)]
+            for client in clients:
+                client.socket.settimeout(scaled(10.0))
+                client.ask(messages.Join(1, main.session))
+                with suppress(ConnectionError):
+                    client.socket.sendall(request(200)[:sent_bytes])
+            sockets = [client.socket for client in clients]
+            most = total_bytes // sent_bytes
+            wait_until(lambda: len(select.select(sockets, [], [], 0.0)[0]) >= 12 - most, 10.0)
+            assert len(select.select(sockets, [], [], 0.0)[0]) < 12
+        main.socket.sendall(request(100))
+        assert main.socket.recv(65536), "the control: there is room again"
 
 
 def test_sessions_that_end_without_goodbye(start_node: StartNode) -> None:
