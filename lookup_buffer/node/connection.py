@@ -257,6 +257,8 @@ class Connection:
             self._closer.close_connection(self._socket)
         self.discard(self._descriptors)
         self._descriptors = []
+        self._output.clear()  # timers keep this object for a while
+        self._decoder.discard()
         self._count_pending()
         self._requests.cancel()
         self._on_end(self, error)
@@ -325,7 +327,7 @@ class Connection:
         """Count what is pending now. False if all clients together may not have so much."""
         if self._pending is None:
             return True
-        nbytes = len(self._output) + self._decoder.buffered_bytes if self._open else 0
+        nbytes = len(self._output) + self._decoder.buffered_bytes
         more = nbytes - self._pending_bytes
         if more > 0 and not self._pending.fits(self, more):
             return False

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import TypeVar
 
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.times import Clock
@@ -30,6 +31,9 @@ AGAIN_PER_SECOND_MAX = 2000.0
 FRESH_MAX = 1_000_000
 """Bound on new changes; beyond it the oldest are dropped. Their records may then name bytes that
 this node no longer has; a reader gets `stale` and tries the next holder."""
+CHARACTERS_MAX = 128 << 20
+"""The same for the characters of their addresses, which short keys do not reach, and for each other
+queue."""
 RECENT_SECONDS = 60.0
 """Far longer than a replica lags behind: writes within this time may be lost in a failover."""
 
@@ -61,17 +65,49 @@ class Change:
         return replace(self, claim_token=token, paced=paced, unanswered_by=by)
 
 
+V = TypeVar("V")
+
+
+class _Queue(dict[QualifiedKey, V]):
+    """The oldest first. It counts the characters of its addresses; only `del` removes any."""
+
+    characters = 0
+
+    def __setitem__(self, address: QualifiedKey, value: V) -> None:
+        if address not in self:
+            self.characters += sum(map(len, address))
+        super().__setitem__(address, value)
+
+    def __delitem__(self, address: QualifiedKey) -> None:
+        super().__delitem__(address)
+        self.characters -= sum(map(len, address))
+
+    def take(self, most: int) -> list[V]:
+        """Remove and return the oldest."""
+        return [self.take_at(address) for address in list(islice(self, most))]
+
+    def take_at(self, address: QualifiedKey) -> V:
+        value = self[address]
+        del self[address]
+        return value
+
+    def drop_old(self) -> None:
+        """Drop the oldest if it is too large."""
+        while len(self) > FRESH_MAX or self.characters > CHARACTERS_MAX:
+            self.take(BATCH)  # to find the first among many takes as long as to find all these
+
+
 class DirtySet:
     """Each address is in one of its queues at most."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._urgent: dict[QualifiedKey, Change] = {}
+        self._urgent = _Queue[Change]()
         """Hand-offs that appeared: bounded by the arena."""
-        self._fresh: dict[QualifiedKey, Change] = {}
-        self._again: dict[QualifiedKey, Change] = {}
+        self._fresh = _Queue[Change]()
+        self._again = _Queue[Change]()
         """Rewrites."""
-        self._held: dict[str, dict[QualifiedKey, Change]] = {}
+        self._held: dict[str, _Queue[Change]] = {}
         """By server, see `hold`: not due."""
         self._back: set[str] = set()
         """Of these servers, those that were reached again."""
@@ -83,7 +119,7 @@ class DirtySet:
         self._per_second = AGAIN_PER_SECOND_MAX
         self._again_from = -math.inf
         """Rewrites may use the time since then, at `_per_second`; after a pause a batch at once."""
-        self._recent: dict[QualifiedKey, tuple[float, str]] = {}
+        self._recent = _Queue[tuple[float, str]]()
         """What was written within RECENT_SECONDS: when, and its reason; the oldest first."""
         self._taken_at = -math.inf
         """When new changes were taken last."""
@@ -115,17 +151,19 @@ class DirtySet:
         written by `put_back` or `hold`, and report the others by `written`."""
         for place in list(self._back):  # a part each time, so that the loop is not blocked
             self._release(place, most)
-        fresh = _pop_first(self._urgent, most)
-        fresh += _pop_first(self._fresh, most - len(fresh))
+        fresh = self._urgent.take(most)
+        fresh += self._fresh.take(most - len(fresh))
         self._forget_old()
         if fresh:
             self._taken_at = self._clock()
         for change in fresh:
-            self._recent.pop(change.address, None)
+            if change.address in self._recent:
+                del self._recent[change.address]
             self._recent[change.address] = self._taken_at, change.reason
+        self._recent.drop_old()
         room = min(most - len(fresh), self._count_again(), self._allowed())
         self._again_from += room / self._per_second
-        again = _pop_first(self._again, room)
+        again = self._again.take(room)
         return fresh + again + self._walk_on(room - len(again))
 
     def written(self, changes: Iterable[Change]) -> None:
@@ -152,7 +190,9 @@ class DirtySet:
         if self._is_queued(change.address):
             self._return(change)
             return
-        self._held.setdefault(place, {})[change.address] = change
+        held = self._held.setdefault(place, _Queue())
+        held[change.address] = change
+        held.drop_old()
         if self._count_held() > FRESH_MAX:
             longest = max(self._held.values(), key=len)
             del longest[next(iter(longest))]
@@ -192,24 +232,24 @@ class DirtySet:
     def _count_held(self) -> int:
         return sum(map(len, self._held.values()))
 
-    def _queues(self) -> Iterable[dict[QualifiedKey, Change]]:
+    def _queues(self) -> Iterable[_Queue[Change]]:
         return (self._urgent, self._fresh, self._again, *self._held.values())
 
     def _pop(self, address: QualifiedKey) -> Change | None:
         for queue in self._queues():
             if address in queue:
-                return queue.pop(address)
+                return queue.take_at(address)
         return None
 
     def _queue(self, change: Change) -> None:
         if change.paced:
             self._again[change.address] = change
+            self._again.drop_old()
         elif not change.reason and is_handoff(change.address[1]):
             self._urgent[change.address] = change
         else:
             self._fresh[change.address] = change
-            if len(self._fresh) > FRESH_MAX:
-                del self._fresh[next(iter(self._fresh))]
+            self._fresh.drop_old()
 
     def _return(self, change: Change) -> None:
         newer = self._pop(change.address)
@@ -218,6 +258,7 @@ class DirtySet:
     def _add_again(self, address: QualifiedKey, reason: str) -> None:
         if not self._is_queued(address):
             self._again[address] = Change(address, reason, paced=True)
+            self._again.drop_old()
 
     def _is_queued(self, address: QualifiedKey) -> bool:
         return any(address in queue for queue in self._queues())
@@ -225,7 +266,7 @@ class DirtySet:
     def _release(self, place: str, most: int) -> None:
         """Make up to `most` held changes of this server due."""
         held = self._held[place]
-        for change in _pop_first(held, most):
+        for change in held.take(most):
             self._queue(change)
         if not held:
             del self._held[place]
@@ -249,7 +290,3 @@ class DirtySet:
             if written_at >= bound:
                 return
             del self._recent[address]
-
-
-def _pop_first(changes: dict[QualifiedKey, Change], most: int) -> list[Change]:
-    return [changes.pop(address) for address in list(islice(changes, most))]

@@ -285,6 +285,10 @@ class FrameDecoder:
             self._pending.clear()
             raise
 
+    def discard(self) -> None:
+        """The stream has ended: drop an incomplete frame."""
+        self._pending.clear()
+
     def _frames(self, data: memoryview) -> list[Frame]:
         frames: list[Frame] = []
         pending = self._pending

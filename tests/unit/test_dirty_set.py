@@ -2,6 +2,9 @@
 
 import time
 
+import pytest
+
+from lookup_buffer.node import dirty_set
 from lookup_buffer.node.dirty_set import (
     AGAIN_PER_SECOND_MAX,
     BATCH,
@@ -135,6 +138,29 @@ def test_rewrites_are_rate_limited_and_new_changes_are_not() -> None:
     while any(key.startswith("new") for key in keys(dirty.take())):
         fresh += 1
     assert fresh == -(-5000 // BATCH)
+
+
+def test_long_addresses_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are dropped: those not written, and those written that a failover may lose."""
+    monkeypatch.setattr(dirty_set, "CHARACTERS_MAX", most := 1_000_000)
+    clock = Clock()
+    dirty = DirtySet(clock)
+    for n in range(1000):
+        dirty.add(of(f"{n}".zfill(4000)))
+    assert most - 4100 * BATCH < 4000 * len(dirty) <= most
+    written = 0
+    for n in range(1000):
+        dirty.add(of(f"{n}".zfill(4000)))
+        written += len(dirty.take())
+    assert written > 1000
+    dirty.repeat_recent()
+    assert most - 4100 * BATCH < 4000 * len(dirty) <= most
+    clock.now += 10.0
+    newest: list[str] = []
+    while again := dirty.take():
+        newest += keys(again)
+        clock.now += 1.0
+    assert newest[-1] == "999".zfill(4000)
 
 
 def test_a_batch_is_due_when_it_is_worth_a_round_trip() -> None:
