@@ -49,6 +49,7 @@ PROBES: tuple[Command, ...] = (
     ("PTTL", _PROBE),
     ("EXPIRE", _PROBE, 1),
     ("PEXPIRE", _PROBE, 1000),
+    ("PEXPIRETIME", _PROBE),
     ("DEL", _PROBE),
     ("UNLINK", _PROBE),
     ("EVAL", _SCRIPT, 1, _PROBE),
@@ -56,7 +57,7 @@ PROBES: tuple[Command, ...] = (
 )
 _READS: Final = frozenset(
     (
-        *("PING", "INFO", "SCAN", "TYPE", "EXISTS", "GET", "PTTL"),
+        *("PING", "INFO", "SCAN", "TYPE", "EXISTS", "GET", "PTTL", "PEXPIRETIME"),
         *("HGET", "HGETALL", "HKEYS", "HSCAN", "ZMSCORE"),
     )
 )

@@ -43,17 +43,23 @@ _PAGE = 1000  # keys in one round trip: about a millisecond of the server's time
 
 
 class _ServerClock:
-    """Compares the server's wall clock with this host's monotonic one."""
+    """Compares a server's wall clock with this host's monotonic one."""
 
     def __init__(self) -> None:
         self._ahead = math.inf
+        self._has_jumped = False
 
-    def has_jumped_ahead(self, server: float, here: float) -> bool:
-        """Whether the server's clock has gone over CLOCK_JUMP_SECONDS further than the one here
-        since the last call: by hand, by NTP, or since another server took over. What was to expire
+    def note(self, server: float, here: float) -> None:
+        """If the server's clock has gone over CLOCK_JUMP_SECONDS further than the one here since
+        the last call (by hand, by NTP, or since another server took over), what was to expire
         within that time has expired."""
         before, self._ahead = self._ahead, server - here
-        return self._ahead - before > CLOCK_JUMP_SECONDS
+        self._has_jumped |= self._ahead - before > CLOCK_JUMP_SECONDS
+
+    def take_jump(self) -> bool:
+        """Whether it has jumped ahead since this was asked last."""
+        jumped, self._has_jumped = self._has_jumped, False
+        return jumped
 
 
 class RedisStore(BrowsableStore):
@@ -149,11 +155,7 @@ class RedisStore(BrowsableStore):
         taken = layout.read_beat(answer) if isinstance(answer, bytes) else None
         if taken is not None:
             raise NodeTaken(node, taken)
-        match answer:
-            case [registered, int(seconds)]:
-                has_jumped = self._clock.has_jumped_ahead(seconds, time.monotonic())
-                return bool(registered == 1) and not has_jumped
-        return False
+        return bool(answer == 1) and not self._clock.take_jump()
 
     async def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
         if await self._client.run(self._leave, (layout.NODES,), (node, boot)) == 1:
@@ -172,9 +174,14 @@ class RedisStore(BrowsableStore):
         name = layout.node(info.node)
         fields = layout.node_fields(info)
         with _naming_key(name):
-            await self._client.batch(
-                [("HSET", name, *fields), ("EXPIRE", name, layout.NODE_SECONDS)]
+            _, _, expires_at = await self._client.batch(
+                [
+                    ("HSET", name, *fields),
+                    ("EXPIRE", name, layout.NODE_SECONDS),
+                    ("PEXPIRETIME", name),  # which tells the time there: a user may not ask TIME
+                ]
             )
+        self._clock.note(expires_at / 1000 - layout.NODE_SECONDS, time.monotonic())
 
     async def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
         replies = await self._client.read_hashes([layout.node(node) for node in nodes])

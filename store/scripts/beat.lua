@@ -2,8 +2,7 @@
 -- Write a node's heartbeat.
 -- KEYS: the nodes.  ARGV: node, boot, sequence, the beat of another boot to replace or "".
 -- Returns 1 if this boot of the node was registered, 0 at its first beat or after the server lost
--- its data; and the server's time in seconds. If another boot is registered, returns that boot's
--- beat and changes nothing.
+-- its data. If another boot is registered, returns that boot's beat and changes nothing.
 -- allow-oom: a server without memory must not make its nodes look dead.
 local nodes, node, boot, sequence, replacing = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 
@@ -14,6 +13,5 @@ if previous then current_boot, current_sequence = string.match(previous, '^(%w+)
 local readable = current_boot and #current_sequence <= 19
 if readable and current_boot ~= boot and previous ~= replacing then return previous end
 redis.call('HSET', nodes, node, boot .. ':' .. sequence)
-local now = tonumber(redis.call('TIME')[1])
-if current_boot == boot then return {1, now} end
-return {0, now}
+if current_boot == boot then return 1 end
+return 0
