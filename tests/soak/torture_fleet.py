@@ -26,13 +26,11 @@ import torch
 
 from clocks import environment
 from lookup_buffer.client.buffer import LookupBuffer
-from lookup_buffer.config import parse_address
 from lookup_buffer.errors import LookupBufferError, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from nodes import MIB, ClientProcess, NodeProcess, at_rest, tensor_of, wait_until
 from observing import get
 from patience import scaled
-from store import open_store
 from torture_totals import Finding, Totals
 
 NAMESPACE = "torture"
@@ -50,6 +48,8 @@ FAULT_EVERY_SECONDS = (0.1, 0.8)
 VISIBLE_SECONDS = 15.0
 """After the faults: a store that lost its data has all records again."""
 MEMORY_GROWTH_MAX = 24 * MIB
+LISTEN = "0A"
+"""The state of a socket in /proc/net/tcp."""
 LINKS_MAX = 32
 """Open files of a node for its connections to one other: in each direction up to four for tensors
 and a few for hand-offs; what it accepts for tensors has two files."""
@@ -483,16 +483,11 @@ class Fleet:
 
     def _links(self, node: NodeProcess) -> int:
         """Open files that are connections to other nodes, which are kept for a minute."""
-        with open_store(node.settings.store_url) as store:
-            infos = store.node_infos([one.node_id for one in self.nodes])
-        ports = {parse_address(info.endpoint)[1] for info in infos.values()}
-        sockets = set()
-        for line in Path(f"/proc/{node.pid}/net/tcp").read_text("ascii").splitlines()[1:]:
-            _, here, there, _, *rest = line.split()
-            if ports & {int(address.partition(":")[2], 16) for address in (here, there)}:
-                sockets.add(f"socket:[{rest[5]}]")
-        files = Path(f"/proc/{node.pid}/fd")
-        return sum(os.readlink(one) in sockets for one in files.iterdir())
+        ports = {
+            here for one in self.nodes for here, _, state, _ in _sockets(one) if state == LISTEN
+        }
+        links = {file for here, there, _, file in _sockets(node) if ports & {here, there}}
+        return sum(file in links for file in _files(node))
 
     def _forgive(self, node: NodeProcess) -> None:
         """Tracebacks of what found no memory are counted, and no finding."""
@@ -501,6 +496,23 @@ class Fleet:
         if 0 < tracebacks <= sum(text.count(said) for said in WITHOUT_MEMORY):
             self.totals.count("tracebacks at the limit of memory", tracebacks)
             os.truncate(node.log, 0)
+
+
+def _files(node: NodeProcess) -> list[str]:
+    return [os.readlink(one) for one in Path(f"/proc/{node.pid}/fd").iterdir()]
+
+
+def _sockets(node: NodeProcess) -> Iterator[tuple[int, int, str, str]]:
+    """Its TCP sockets: own port, other port, state, file."""
+    files = set(_files(node))
+    for line in Path(f"/proc/{node.pid}/net/tcp").read_text("ascii").splitlines()[1:]:
+        _, here, there, state, *rest = line.split()
+        if (file := f"socket:[{rest[5]}]") in files:
+            yield _port(here), _port(there), state, file
+
+
+def _port(address: str) -> int:
+    return int(address.partition(":")[2], 16)
 
 
 def _has_store(node: NodeProcess) -> bool:
