@@ -277,7 +277,8 @@ class Node:
             self._loop.run_forever()
         finally:
             self._server.remove_socket(socket_path)
-            faulthandler.dump_traceback_later(END_SECONDS, exit=True)
+            with suppress(RuntimeError):  # no memory for its thread: then nothing bounds the end
+                faulthandler.dump_traceback_later(END_SECONDS, exit=True)
             closing = self._loop.create_task(self._close())
             while not closing.done():
                 with suppress(RuntimeError):  # a `stop` that comes late does not end it
