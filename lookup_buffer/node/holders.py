@@ -44,14 +44,20 @@ as equally fast: other work on a host makes such a difference, too."""
 
 
 @dataclass(slots=True)
-class Average:
-    """A moving average; 0.0 while it is unknown."""
+class Measured:
+    """What was measured lately; 0.0 while it is unknown."""
 
     value: float = 0.0
     measured_at: float = -math.inf
 
     def at(self, now: float) -> float:
         return self.value if now - self.measured_at < PACE_SECONDS else 0.0
+
+
+class Average(Measured):
+    """The moving average."""
+
+    __slots__ = ()
 
     def add(self, newest: float, now: float) -> None:
         before = self.at(now)
@@ -59,15 +65,10 @@ class Average:
         self.measured_at = now
 
 
-@dataclass(slots=True)
-class Least:
-    """The least of what was measured lately; 0.0 while it is unknown."""
+class Least(Measured):
+    """The least value."""
 
-    value: float = 0.0
-    measured_at: float = -math.inf
-
-    def at(self, now: float) -> float:
-        return self.value if now - self.measured_at < PACE_SECONDS else 0.0
+    __slots__ = ()
 
     def add(self, newest: float, now: float) -> None:
         if newest <= self.value or now - self.measured_at >= LEAST_SECONDS:
