@@ -16,12 +16,13 @@ import pytest
 
 from lookup_buffer.errors import MissReason
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.connection import WAITS_MAX, Connection, Seat, Session, Tasks
+from lookup_buffer.node.connection import Connection, Seat, Session, Tasks
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locate import NOT_REACHED, Located, Locator
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.prefetch import Prefetches
 from lookup_buffer.node.read import Reads
+from lookup_buffer.node.shares import Shares
 from lookup_buffer.node.transfer import Wanted
 from lookup_buffer.protocol.framing import FrameDecoder
 from lookup_buffer.protocol.messages import (
@@ -147,19 +148,20 @@ def test_each_handle_of_a_key_has_a_pin_of_its_own(key: str, wait_seconds: float
 def test_the_keys_that_a_session_waits_for_are_bounded() -> None:
     async def test() -> None:
         node = Prefetching(nowhere)
-        waits, one = node.session.waits, node.session.id
+        waits = node.session.waits = Shares("requests that wait", total=400, own=16)
+        one = node.session.id
         for n in range(3):
-            keys = (f"{n}-{index}" for index in range(WAITS_MAX // 4))
+            keys = (f"{n}-{index}" for index in range(100))
             node.prefetch(*keys, wait_seconds=600.0)
         for _ in range(50):
             await asyncio.sleep(0)
-        assert not waits.fits(one, 200)
-        assert waits.fits("another", WAITS_MAX // 2)
+        assert not waits.fits(one, 10)
+        assert waits.fits("another", 200)
         assert {entry["state"] for entry in node.entries()} == {"missing"}
         await node.close()
         for _ in range(50):
             await asyncio.sleep(0)
-        assert waits.fits(one, WAITS_MAX)
+        assert waits.fits(one, 400)
 
     asyncio.run(test())
 
