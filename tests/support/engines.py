@@ -16,7 +16,8 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from examples.demo.model import ensure_model
 from examples.demo.model_size import ModelSize, TextSize, VisionSize
 from examples.demo.schedule_log import Step
 from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import ROOT, NodeProcess, wait_until
@@ -111,6 +113,16 @@ class TwoHosts:
         self.relay.close()
         shutil.rmtree(self.directory)
 
+    def nodes_text(self) -> str:
+        """For a failure's report: what the nodes that run count, and what they logged."""
+        lines = []
+        for node in filter(NodeProcess.alive, self.nodes):
+            counts: dict[str, int] = {}
+            with suppress(LookupBufferError):  # it may stand still, or end now
+                counts = {name: count for name, count in node.stats().items() if count}
+            lines.append(f"{node.node_id}: {counts}\n{node.log_text()}")
+        return "\n".join(lines)
+
     def holders(self, identifier: str) -> set[str]:
         """The nodes that Redis names for an image."""
         records = [record for record in self.store.scan() if record.key == identifier]
@@ -176,6 +188,18 @@ def places(request: pytest.FixtureRequest) -> Iterator[TwoHosts]:
     hosts = TwoHosts(getattr(request.module, "STORE_SECONDS", STORE_SECONDS))
     yield hosts
     hosts.remove()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure of a test that has such hosts says what their nodes counted and logged."""
+    report = yield
+    hosts: TwoHosts | None = getattr(item, "funcargs", {}).get("places")
+    if report.failed and hosts is not None:
+        report.sections.append(("The nodes", hosts.nodes_text()))
+    return report
 
 
 START_SECONDS = scaled(240.0)
@@ -322,12 +346,9 @@ def connector(node: NodeProcess, **extra: Any) -> dict[str, Any]:
 class EnginePair:
     """An engine on each of two hosts, under test; every answer is held against the reference."""
 
-    def __init__(
-        self, a: Engine, b: Engine, hosts: TwoHosts, album: Album, reference: Reference
-    ) -> None:
+    def __init__(self, a: Engine, b: Engine, album: Album, reference: Reference) -> None:
         self.a = a
         self.b = b
-        self._hosts = hosts
         self._album = album
         self._reference = reference
         self._fresh = itertools.cycle(reference.telling)
@@ -352,18 +373,6 @@ class EnginePair:
         assert answer.tokens == self.tokens(question)
         assert seconds < within_seconds, f"{seconds:.2f} s, {answer}"
         return answer
-
-    def nodes_text(self) -> str:
-        """For a failure's message: what the nodes count and log."""
-        lines = []
-        for node in self._hosts.nodes:
-            counts = {
-                name: count
-                for name, count in node.stats().items()
-                if count and name.startswith(("misses_", "fetch", "store_"))
-            }
-            lines.append(f"{node.node_id}: {counts}\n{node.log_text()}")
-        return "\n".join(lines)
 
 
 @pytest.fixture(scope="module")
@@ -400,7 +409,7 @@ def engine_pair(
     with Engine(settings[0]) as a, Engine(settings[1]) as b:
         for engine in (a, b):
             engine.wait_ready(timeout_seconds=START_SECONDS)
-        yield EnginePair(a, b, places, album, reference)
+        yield EnginePair(a, b, album, reference)
     for engine in (a, b):
         assert "Traceback" not in engine.settings.log_path.read_text(), engine.log_tail()
 

@@ -63,8 +63,7 @@ def encoded(engine: Engine, pair: EnginePair, question: Question, seconds: float
 
 
 def loaded(engine: Engine, pair: EnginePair, question: Question, seconds: float) -> None:
-    origins = pair.ask(engine, question, within_seconds=seconds).origins
-    assert origins == ("loaded",), pair.nodes_text()
+    assert pair.ask(engine, question, within_seconds=seconds).origins == ("loaded",)
 
 
 def known_to_a(hosts: TwoHosts, pair: EnginePair, count: int) -> list[Question]:

@@ -28,7 +28,7 @@ from patience import scaled
 
 pytestmark = pytest.mark.vllm
 ANSWER_SECONDS = scaled(20.0)
-FETCH_SECONDS = 10.0
+FETCH_SECONDS = scaled(10.0)
 """`fetch_wait_seconds` of server b, whose workers leave others little of the machine."""
 PICTURES = 12
 BASE = MODEL_NAME
