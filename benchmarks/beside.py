@@ -171,6 +171,7 @@ class Tree:
         keys = self._keys(32)
         self._put_many(keys, KIB)
         self._await_there(keys)
+        self._there.has_caches(keys)  # the node lists what it is asked for a second time
 
         def ask() -> None:
             for _ in range(30):
