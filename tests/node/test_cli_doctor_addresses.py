@@ -28,6 +28,9 @@ from lookup_buffer.node import links
 links.ROLES = (links.TENSORS, links.HANDOFFS)
 """
 """As a node that knows only version 4 answers."""
+OWN_ADDRESS = "127.0.0.2"
+"""Where connections are counted: at 127.0.0.1 nodes of other tests may dial a port that was free
+again."""
 
 
 @pytest.fixture
@@ -184,8 +187,8 @@ def test_one_node_is_dialled_back_at_a_time(
 ) -> None:
     """Of five requests that come at once; what they dial says nothing."""
     node = start_node(node_id="a", store_url=fleet_url)
-    with socket.create_server(("127.0.0.1", 0)) as silent, a_watch(silent) as most:
-        endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+    with socket.create_server((OWN_ADDRESS, 0)) as silent, a_watch(silent) as most:
+        endpoint = f"tcp://{OWN_ADDRESS}:{silent.getsockname()[1]}"
         fleet.describe_node(NodeInfo("b", boot_of("b"), endpoint, "b", "0.1", 1, 1, 1))
         with beating(fleet, "b"):
             wait_until(lambda: node.stats()["nodes_alive"] == 2, 10.0)

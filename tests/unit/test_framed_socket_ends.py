@@ -195,11 +195,11 @@ def test_no_time_at_all_is_a_timeout(
 
 def test_each_part_of_a_payload_has_the_time(raw: tuple[FramedSocket, socket.socket]) -> None:
     link, peer = raw
-    parts, seconds = 5, scaled(0.4)
+    parts, seconds = 12, 2.5
 
     def send_slowly() -> None:
         for _ in range(parts):
-            time.sleep(seconds / 2)
+            time.sleep(seconds / 10)  # together they take longer
             peer.sendall(bytes(PROGRESS_BYTES))
 
     peer.sendall(encode_frame([], parts * PROGRESS_BYTES))
