@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SECONDS_MAX: Final = 30.0
 """For all connections together; those that have not been made by then are not checked."""
 QUIET_SECONDS: Final = 2.0
+SECOND_LOOK_SECONDS: Final = 3.0
+"""After that, what failed is tried once more: the node may just restart."""
 AT_ONCE_MAX: Final = 8
 ALL_PAIRS_NODES_MAX: Final = 8
 """In a larger fleet a node is dialled by the one of this host and by DIALLERS others."""
@@ -48,6 +50,7 @@ _MEANINGS: Final[Mapping[Reached, str]] = {
     Reached.OTHER: "another node answers there, or one that refuses",
     Reached.STUCK_THERE: f"it answers, but frames of {_LARGE} do not arrive there",
     Reached.STUCK_BACK: f"it answers, but its frames of {_LARGE} do not arrive",
+    Reached.CUT: "it does not reach the node that was to dial it",
 }
 _MTU_ADVICE: Final = (
     "an MTU on the way is smaller than that of the hosts, and what reports it is dropped: set the "
@@ -138,6 +141,11 @@ def _dialled(path: Path, nodes: Sequence[str], node_uid: int | None) -> dict[Pai
     return calls.results
 
 
+def _pause() -> None:
+    with progress_shown("some nodes are not reached, and will be dialled again …"):
+        time.sleep(SECOND_LOOK_SECONDS)
+
+
 class _Calls:
     """Calls of this host's node, several at a time."""
 
@@ -148,7 +156,17 @@ class _Calls:
         self.results: dict[Pair, Result] = {}
 
     def make(self, pairs: Sequence[Pair]) -> None:
-        """Raises LookupBufferError: the node ended, or does not know this request."""
+        """And once more those that fail, after a pause.
+
+        Raises:
+            LookupBufferError: the node ended, or does not know this request.
+        """
+        self._make(pairs)
+        if failed := [pair for pair in pairs if _fails(self.results[pair])]:
+            _pause()
+            self._make(failed)
+
+    def _make(self, pairs: Sequence[Pair]) -> None:
         from lookup_buffer.client.session import next_request_id
 
         left, asked = list(pairs), dict[int, Pair]()
@@ -161,8 +179,9 @@ class _Calls:
                 for message in self._connection.receive(self._deadline):
                     if message["id"] in asked:
                         self.results[asked.pop(message["id"])] = _result(message)
+        late = Result(Reached.UNASKED, f"no time left after {SECONDS_MAX:.0f} s")
         for pair in [*asked.values(), *left]:
-            self.results[pair] = Result(Reached.UNASKED, f"no time left after {SECONDS_MAX:.0f} s")
+            self.results.setdefault(pair, late)
 
     def _is_readable(self, done: int, of: int) -> bool:
         now = time.monotonic()
@@ -179,6 +198,10 @@ def _result(message: Mapping[str, Any]) -> Result:
 
 
 # -- what it means
+
+
+def _fails(result: Result) -> bool:
+    return result.outcome is not Reached.YES and result.outcome not in _UNCHECKED
 
 
 def findings(infos: Sequence[NodeInfo], results: Mapping[Pair, Result]) -> Iterator[Check]:
@@ -202,11 +225,7 @@ def _node_findings(
     info: NodeInfo, results: Mapping[str, Result], hosts: Mapping[str, str]
 ) -> Iterator[Check]:
     who = f"{info.node} at {info.endpoint}"
-    failed = {
-        dialler: result
-        for dialler, result in results.items()
-        if result.outcome is not Reached.YES and result.outcome not in _UNCHECKED
-    }
+    failed = {dialler: result for dialler, result in results.items() if _fails(result)}
     reached = [dialler for dialler, result in results.items() if result.outcome is Reached.YES]
     elsewhere = sorted({host for host in hosts.values() if host != info.host})
     is_loopback = urlsplit(info.endpoint).netloc.lstrip("[").startswith(LOOPBACK)
@@ -226,8 +245,9 @@ def _what_failed(failed: Mapping[str, Result]) -> str:
     by_meaning: dict[str, list[str]] = {}
     for dialler, (outcome, detail) in sorted(failed.items()):
         meaning = _MEANINGS[outcome] + (f" ({detail})" if detail else "")
+        meaning += ", not dialled by" if outcome is Reached.CUT else ", dialled by"
         by_meaning.setdefault(meaning, []).append(dialler)
-    return "; ".join(f"{what}, dialled by {named(who)}" for what, who in by_meaning.items())
+    return "; ".join(f"{what} {named(who)}" for what, who in by_meaning.items())
 
 
 def _advice(info: NodeInfo, failed: Mapping[str, Result]) -> str:
@@ -240,7 +260,13 @@ def _advice(info: NodeInfo, failed: Mapping[str, Result]) -> str:
             f"set `advertise` of {info.node} to its own address and port, or give all nodes one "
             "token, version and authority, all with or all without TLS"
         )
-    if outcomes - _STUCK - {Reached.OTHER}:
+    if Reached.CUT in outcomes:
+        diallers = [one for one, result in failed.items() if result.outcome is Reached.CUT]
+        advice.append(
+            f"open the ports of {info.node} and {named(diallers)} between their hosts; both ways "
+            "are needed"
+        )
+    if outcomes - _STUCK - {Reached.OTHER, Reached.CUT}:
         advice.append(
             f"set `advertise` of {info.node} to the address and port at which other hosts reach "
             "it, or open that port between the hosts"

@@ -145,7 +145,8 @@ class Reachability:
         member = await self._member(dialler)
         if member is None:
             return Result(Reached.UNKNOWN, f"{dialler} is not alive, as {here.node} sees it")
-        return await self._ask(*member, DialBack(1, here.node, here.boot), DIAL_BACK_SECONDS)
+        request = DialBack(1, here.node, here.boot)
+        return await self._ask(*member, request, DIAL_BACK_SECONDS, Reached.CUT)
 
     async def _member(self, node: str) -> tuple[Location, str] | None:
         """The boot and the endpoint of another live node, of one that has just started as well."""
@@ -157,23 +158,31 @@ class Reachability:
     # -- to another node
 
     async def _ask(
-        self, location: Location, endpoint: str, request: Request, seconds: float
+        self,
+        location: Location,
+        endpoint: str,
+        request: Request,
+        seconds: float,
+        unreached: Reached = Reached.UNASKED,
     ) -> Result:
-        """The answer of a node to `request`; UNASKED if there is none."""
+        """The answer of a node to `request`. If there is none, UNASKED; `unreached` if no
+        connection to that node can be made."""
+        outcome = unreached
         try:
             link = await dial(self._loop, location, endpoint, REACHABILITY, self._credentials)
+            outcome = Reached.UNASKED
             with _caller(self._loop, link) as caller:
                 async with asyncio.timeout(seconds):
                     await caller.send(request)
                     return Result.parse(await caller.reply())
         except NodeRefused as refusal:
             result = await self._refused(location, endpoint, refusal)
-            why = result.detail
             if result.outcome is Reached.OLD:
                 return result
+            outcome, why = Reached.UNASKED, result.detail
         except (LookupBufferError, OSError, ValueError) as error:
             why = _text_of(error) or "no answer in time"
-        return Result(Reached.UNASKED, f"{location.node} at {endpoint} cannot be asked: {why}")
+        return Result(outcome, f"{location.node} at {endpoint} cannot be asked: {why}")
 
     async def _dial_in_turn(self, location: Location, endpoint: str) -> Result:
         if self._queued >= QUEUED_MAX:

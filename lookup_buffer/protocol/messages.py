@@ -63,6 +63,7 @@ class Reached(StrEnum):
     other          a node is there that refuses: another one, or one with another token or version
     stuck_there    after the handshake, large frames do not arrive at it
     stuck_back     large frames arrive at it, and its own do not arrive at the dialler
+    cut            it does not reach the node that was to dial it, so that one could not be asked
 
     And why it was not tried, or not to its end:
 
@@ -82,6 +83,7 @@ class Reached(StrEnum):
     OTHER = "other"
     STUCK_THERE = "stuck_there"
     STUCK_BACK = "stuck_back"
+    CUT = "cut"
     OLD = "old"
     UNKNOWN = "unknown"
     UNASKED = "unasked"

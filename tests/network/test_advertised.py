@@ -85,3 +85,18 @@ def test_a_smaller_mtu_on_the_way(make_network: MakeNetwork) -> None:
     assert "3 of 3 (connections: 4)" in works["found"]
     network.set("a", "b", mtu=1500)
     examine(network, a, alive=3, code=0)
+
+
+def test_two_other_hosts_that_do_not_reach_each_other(make_network: MakeNetwork) -> None:
+    network = make_network("a", "b", "c")
+    a, b, c = [network.node(name) for name in "abc"]
+    wait_until(lambda: all(one.stats()["nodes_alive"] == 3 for one in (a, b, c)), 10.0)
+    with network.cut("b", "c"):
+        of_b, of_c, works = examine(network, a, alive=3, code=1)
+    for check, name, other in ((of_b, "b", "c"), (of_c, "c", "b")):
+        assert check["verdict"] == "fail"
+        assert check["found"].startswith(f"{name} at ")
+        assert f"not dialled by {other}; reached by a" in check["found"]
+        assert f"the ports of {name} and {other}" in check["advice"]
+    assert "3 of 3 (connections: 4)" in works["found"]
+    examine(network, a, alive=3, code=0)

@@ -8,15 +8,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from command_line import beating, boot_of, run_json
 from lookup_buffer.access import user_token
+from lookup_buffer.cli import check_addresses
+from lookup_buffer.cli.check import Verdict
 from lookup_buffer.errors import PipeError
 from lookup_buffer.node.reachability import LINKS_MAX
 from lookup_buffer.protocol.auth import Purpose, connect
 from lookup_buffer.protocol.fields import EXCHANGED_BYTES
 from lookup_buffer.protocol.stream import FramedSocket
-from nodes import NodeProcess, StartNode, wait_until
+from nodes import NodeProcess, StartNode, key, wait_until
 from patience import scaled
 from servers import StartServer, free_port
 from store import BlockingStore, NodeInfo, open_store
@@ -98,6 +101,27 @@ def test_another_program_at_the_address(start_node: StartNode, fleet_url: str) -
         start_node(node_id="b", store_url=fleet_url, advertise=endpoint)
         (found,) = fails(examine(a, code=1, alive=2))
     assert found == f"b at {endpoint}: no answer there in time, dialled by a"
+
+
+def test_a_node_that_restarts_meanwhile_is_dialled_again(
+    start_node: StartNode, fleet_url: str, fleet: BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = start_node(node_id="a", store_url=fleet_url)
+    b = start_node(node_id="b", store_url=fleet_url, listen=f"tcp://127.0.0.1:{free_port()}")
+    wait_until(lambda: a.stats()["nodes_alive"] == 2, 10.0)
+    infos = list(fleet.node_infos(["a", "b"]).values())
+
+    def restart() -> None:
+        b.start()
+        with b.client() as there, a.client() as here:
+            there.insert(name := key(), torch.ones(1))
+            wait_until(lambda: here.has_caches([name])[0], 10.0, "a knows the new b")
+
+    monkeypatch.setattr(check_addresses, "_pause", restart)
+    b.kill()
+    (check,) = check_addresses.address_checks(a.config, infos)
+    assert check.verdict is Verdict.OK
+    assert "2 of 2 (connections: 2)" in check.found
 
 
 def test_a_node_of_the_version_before_is_not_checked(start_node: StartNode, fleet_url: str) -> None:

@@ -84,6 +84,24 @@ def test_one_finding_of_a_node_with_several_failures() -> None:
     )
 
 
+def test_two_nodes_that_do_not_reach_each_other() -> None:
+    """Neither can be asked by the other to dial it."""
+    nodes = [node(name) for name in "abc"]
+    cut = {
+        "b_c": Result(Reached.CUT, "b at B cannot be asked: x"),
+        "c_b": Result(Reached.CUT, "c at C cannot be asked: x"),
+    }
+    of_b, of_c, works = found(nodes, a_b=YES, a_c=YES, b_a=YES, c_a=YES, **cut)
+    assert of_b.verdict is of_c.verdict is Verdict.FAIL
+    assert of_b.found == (
+        "b at tcp://10.0.0.2:7730: it does not reach the node that was to dial it (c at C cannot "
+        "be asked: x), not dialled by c; reached by a"
+    )
+    assert "open the ports of b and c" in of_b.advice
+    assert "`advertise`" not in of_b.advice
+    assert works.verdict is Verdict.OK
+
+
 def test_a_loopback_address_is_wrong_beside_other_hosts_only() -> None:
     here = node("a", host="h1", endpoint="tcp://127.0.0.1:1")
     same = node("b", host="h1", endpoint="tcp://localhost:2")
