@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from nodes import wait_until
@@ -73,6 +73,9 @@ LIMIT_SECONDS = CALL_SECONDS + MARGIN_SECONDS
 BATCH = 8
 PAUSE_SECONDS = 0.002
 TTL_SECONDS = 600.0
+PAGE = 500
+"""Keys that are read in one call, which has `CALL_SECONDS`."""
+ASKED_MAX = 20
 MANY_KEYS = 10_000
 """Of each writer: so many that some are not changed again while a server is replaced."""
 
@@ -213,12 +216,26 @@ class Writer(Caller):
     def wrong(self, store: BlockingStore) -> list[str]:
         """Keys of which the store says something else than was last acknowledged."""
         keys = list(self.desired)
-        found = store.locate(self.namespace, keys)
+        found = [
+            one
+            for start in range(0, len(keys), PAGE)
+            for one in self._located(store, keys[start : start + PAGE])
+        ]
         return [
             f"{key}: {self.desired[key]}, found {record and record.locations}"
             for key, record in zip(keys, found, strict=True)
             if _generation(record) != max(self.desired[key], 0)
         ]
+
+    def _located(self, store: BlockingStore, keys: Sequence[str]) -> list[Record | None]:
+        """Asks again where not all was reached in time: it may be there nevertheless."""
+        for _ in range(ASKED_MAX):
+            with suppress(StoreUnavailable):
+                found = store.look_up([(self.namespace, key) for key in keys])
+                reached = [one for one in found if not isinstance(one, StoreUnavailable)]
+                if len(reached) == len(keys):
+                    return reached
+        raise AssertionError(f"the store was not reached {ASKED_MAX} times")
 
 
 class Reader(Caller):
