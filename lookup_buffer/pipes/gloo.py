@@ -9,7 +9,9 @@ handler wakes the threads that are in Gloo (see `_Communicators`).
 """
 
 import atexit
+import hmac
 import math
+import os
 import socket
 import sys
 import threading
@@ -39,8 +41,9 @@ BLOCK_SECONDS: Final = 10.0
 
 _SHORTEST: Final = timedelta(milliseconds=1)
 _LENGTH_BYTES, _FAMILY_BYTES = 8, 2
-_DATA, _END, _RECEIVED, _ABORT = range(4)
+_DATA, _END, _RECEIVED, _ABORT, _PROOF = range(5)
 """Tags. One byte follows the payload, and one byte acknowledges it: see `GlooCommunicator`."""
+_PROOF_BYTES: Final = 32
 
 
 _dist: Any = dist  # its type stubs lack most names that are used here
@@ -67,6 +70,9 @@ class GlooCommunicator:
     itself. The receiver waits for the byte that follows it, the sender for the byte that
     acknowledges it. Gloo keeps the order of one connection, so the payload is complete when those
     bytes arrive.
+
+    Gloo takes whoever connects to its port first for the other end. So before anything else each
+    end sends a random number over both connections, and compares those of the other one.
     """
 
     def __init__(self, exchange: Exchange, rank: int, host: str, deadline: float) -> None:
@@ -84,10 +90,22 @@ class GlooCommunicator:
         with _communicators.making(exchange, deadline):
             try:
                 options._devices = [Gloo.create_device(hostname=host)]
-                self._group = Gloo(_ExchangeStore(exchange, deadline), rank, 2, options)
+                group = Gloo(_ExchangeStore(exchange, deadline), rank, 2, options)
+                self._check_other_end(group, exchange, deadline)
             except RuntimeError as error:
                 raise _failure(late=_Use(deadline).is_expired()) from error
+            self._group = group
             _communicators.made.add(self)
+
+    def _check_other_end(self, group: Any, exchange: Exchange, deadline: float) -> None:
+        """Raises PipeBroken: Gloo is connected to somebody else than the control link."""
+        ours, theirs = os.urandom(_PROOF_BYTES), bytearray(_PROOF_BYTES)
+        exchange.put("proof", ours)
+        sending = group.send([_flat(memoryview(bytearray(ours)))], self._other, _PROOF)
+        group.recv([_flat(memoryview(theirs))], self._other, _PROOF).wait(time_until(deadline))
+        if not hmac.compare_digest(theirs, exchange.get("proof", deadline)):
+            raise PipeBroken("somebody else than the other end has connected to Gloo's port")
+        sending.wait(time_until(deadline))
 
     def send(self, memory: memoryview, timeout: float) -> None:
         self._use(self._send, memory, timeout)
@@ -171,14 +189,15 @@ def open_end(
 
 
 def version() -> str:
-    """The version of this end's torch, which must be that of the other end too.
+    """The version of this end's torch, and that it proves itself: both must be so at the other end
+    too.
 
     Raises:
         ConfigError: torch was built without Gloo.
     """
     if Gloo is None:
         raise ConfigError(f"torch {torch_version()} was built without Gloo")
-    return f"of torch {torch_version()}"
+    return f"of torch {torch_version()}, with proofs"
 
 
 def make_upgrade(version: str, *, listen: bool, make_seconds: float) -> Upgrade:
