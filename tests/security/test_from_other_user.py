@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,32 @@ def test_pages_of_another_user_lock_nobody_out(start_node: StartNode) -> None:
 def _is_open(node: NodeProcess) -> bool:
     with Stream(node) as stream:
         return stream.status == 200
+
+
+# -- localhost
+
+
+def test_who_listens_at_the_other_address_of_localhost_gets_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """He would pass on the handshake, read the messages and send others."""
+    ask = socket.getaddrinfo
+
+    def as_usual(host: str | bytes, port: int, *args: Any, **options: Any) -> list[Any]:
+        if host not in ("localhost", b"localhost"):
+            return ask(host, port, *args, **options)
+        return [found for at in ("::1", "127.0.0.1") for found in ask(at, port, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", as_usual)
+    with closing(open_pipe("tcp://localhost:0", listen=True, token="t" * 32)) as listening:
+        port = int(listening.uri.rpartition(":")[2])
+        with socket.create_server(("::1", port), family=socket.AF_INET6) as stranger:
+            with closing(open_pipe(f"tcp://localhost:{port}", token="t" * 32)) as dialling:
+                dialling.send_tensor(torch.ones(3))
+                assert listening.recv_tensor(timeout=10.0) is not None
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.accept()
 
 
 # -- Gloo's port
