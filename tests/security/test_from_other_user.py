@@ -306,6 +306,32 @@ def test_who_is_first_at_the_port_of_gloo_gets_and_sends_nothing(
     pytest.fail("he was never the first")
 
 
+def test_who_comes_to_the_port_of_gloo_later_takes_no_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gloo would keep each of his connections, also once he has left."""
+    ports, set_address = set(), gloo._ExchangeStore.set
+
+    def set_noted(store: gloo._ExchangeStore, key: str, value: bytes) -> None:
+        ports.add(int.from_bytes(value[18 + value[0] : 20 + value[0]], "big"))
+        set_address(store, key, value)
+
+    monkeypatch.setattr(gloo._ExchangeStore, "set", set_noted)
+    tensor = torch.ones(1 << 18)
+    with ExitStack() as closing:
+        listening = open_pipe("gloo://127.0.0.1:0", listen=True)
+        closing.callback(listening.abort)
+        dialling = open_pipe(listening.uri)
+        closing.callback(dialling.abort)
+        for sender, receiver in ((listening, dialling), (dialling, listening)):
+            sender.send_tensor(tensor)
+            assert receiver.recv_tensor(timeout=10.0) is not None
+            for port in ports:
+                with pytest.raises(TimeoutError):
+                    socket.create_connection(("127.0.0.1", port), timeout=0.2)
+    assert len(ports) == 2
+
+
 def _received_over_gloo(sent: torch.Tensor, *, from_listener: bool) -> torch.Tensor | None:
     options: dict[str, Any] = {"token": "t" * 32, "limits": PipeLimits(silence_seconds=2.0)}
     with ExitStack() as closing:
