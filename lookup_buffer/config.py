@@ -446,7 +446,8 @@ def _parse(address: str, scheme: str) -> tuple[str, int]:
     parts = urlsplit(address)
     if parts.scheme != scheme or not parts.hostname or parts.port is None or parts.path.strip("/"):
         raise ValueError(f"an address of the form {scheme}://host:port")
-    return parts.hostname, parts.port
+    # Who listens at localhost does so at 127.0.0.1. Who dials it is not to find another one at ::1.
+    return "127.0.0.1" if parts.hostname == "localhost" else parts.hostname, parts.port
 
 
 def explain(

@@ -43,6 +43,7 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.pipes.connect import open_tcp_end
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.stream import StreamPipe
+from lookup_buffer.protocol.auth import LANE
 from lookup_buffer.protocol.fields import Fallback, MaybeFallback
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import SeenPool
@@ -319,6 +320,7 @@ class Pairs:
             limits=self._limits,
             upgrade=self._upgrade,
             memory=pipe_memory(self._version, self._memory),
+            purpose=LANE,
         )
         try:
             with self._memory.working():

@@ -33,7 +33,7 @@ from lookup_buffer.errors import (
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS, Acceptor, listening_socket
-from lookup_buffer.protocol.auth import accept_handshake
+from lookup_buffer.protocol.auth import accept_handshake, only_lanes
 
 INCOMING_PAIRS_MAX: Final = 32
 DISCOVERED_PAIRS_MAX: Final = 16
@@ -118,7 +118,12 @@ class PoolServer:
         pipe = StreamPipe("lane", self._limits, pipe_memory(self._version, self._memory))
         is_ended_in_order = False
         try:
-            link = accept_handshake(stream, token=self._token, timeout=HANDSHAKE_SECONDS)
+            link = accept_handshake(
+                stream,
+                token=self._token,
+                timeout=HANDSHAKE_SECONDS,
+                accepts=only_lanes(stream),
+            )
             try:
                 frames = self._upgrade(link, deadline)
             except BaseException:

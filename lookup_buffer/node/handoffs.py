@@ -409,6 +409,8 @@ class Askers:
         takes = self._takes[connection]
         if len(takes) >= TAKES_MAX:
             raise ProtocolError(f"more than {TAKES_MAX} takers of one node are queued")
+        if request.id in takes:  # it would not be counted
+            raise ProtocolError("the id of a taker that is queued")
         lease = self.handoffs.take((request.namespace, request.key), connection)
         if lease is not None or not request.wait_seconds:
             _reply(connection, request.id, _granted(lease))

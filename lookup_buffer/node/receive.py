@@ -113,6 +113,7 @@ class Receiver:
                 raise Busy("no thread was free in time") from None
             abort()
             await asyncio.wait([moved])
+            moved.exception()  # the expected one; else asyncio would report it as a bug
             raise
         finally:
             bound.cancel()

@@ -17,7 +17,7 @@ from lookup_buffer.errors import ConfigError, LookupBufferError, PipeBroken, Pip
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.stream import Memory, StreamPipe
 from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS, Acceptor, listening_socket
-from lookup_buffer.protocol.auth import accept_handshake, connect
+from lookup_buffer.protocol.auth import PIPE, Purpose, accept_handshake, connect
 from lookup_buffer.protocol.stream import FramedSocket, FrameStream
 
 TRY_AGAIN_SECONDS: Final = 0.05
@@ -40,12 +40,14 @@ def open_tcp_end(
     limits: PipeLimits,
     upgrade: Upgrade = unchanged,
     memory: Memory | None = None,
+    purpose: Purpose = PIPE,
 ) -> StreamPipe:
     """Open an end over TCP; see `open_pipe`. The caller has checked the scheme of `uri`.
 
     Args:
         upgrade: called for each new link, on both ends; the pipe uses the stream that it returns.
         memory: the memory of the messages' bytes; None means host memory.
+        purpose: what a connecting end expects; a listening one accepts pipes.
 
     Raises:
         ConfigError: `uri` has no host and port, or listening there needs a token.
@@ -64,7 +66,8 @@ def open_tcp_end(
     refused: PipeBroken | None = None
     while True:
         try:
-            link = connect(host, port, token=token, timeout=deadline - time.monotonic())
+            left = deadline - time.monotonic()
+            link = connect(host, port, token=token, timeout=left, purpose=purpose)
             break
         except PipeTimeout:
             if refused is None:

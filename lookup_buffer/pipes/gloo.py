@@ -9,13 +9,17 @@ handler wakes the threads that are in Gloo (see `_Communicators`).
 """
 
 import atexit
+import ctypes
+import hmac
 import math
+import os
 import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from string import digits
@@ -39,8 +43,14 @@ BLOCK_SECONDS: Final = 10.0
 
 _SHORTEST: Final = timedelta(milliseconds=1)
 _LENGTH_BYTES, _FAMILY_BYTES = 8, 2
-_DATA, _END, _RECEIVED, _ABORT = range(4)
+_DATA, _END, _RECEIVED, _ABORT, _PROOF = range(5)
 """Tags. One byte follows the payload, and one byte acknowledges it: see `GlooCommunicator`."""
+_PROOF_BYTES: Final = 32
+_SO_ATTACH_FILTER: Final = 26
+"""Linux' number; Python's `socket` has no name for it."""
+_RETURN_0: Final = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
+_DROP_ALL: Final = struct.pack("@HP", 1, ctypes.addressof(_RETURN_0))
+"""A `sock_fprog`: a packet filter of this one instruction."""
 
 
 _dist: Any = dist  # its type stubs lack most names that are used here
@@ -67,6 +77,10 @@ class GlooCommunicator:
     itself. The receiver waits for the byte that follows it, the sender for the byte that
     acknowledges it. Gloo keeps the order of one connection, so the payload is complete when those
     bytes arrive.
+
+    Gloo takes whoever connects to its port first for the other end. So before anything else each
+    end sends a random number over both connections, and compares those of the other one. It keeps
+    the connections of all who come later; so then its port is closed for them.
     """
 
     def __init__(self, exchange: Exchange, rank: int, host: str, deadline: float) -> None:
@@ -84,10 +98,24 @@ class GlooCommunicator:
         with _communicators.making(exchange, deadline):
             try:
                 options._devices = [Gloo.create_device(hostname=host)]
-                self._group = Gloo(_ExchangeStore(exchange, deadline), rank, 2, options)
+                store = _ExchangeStore(exchange, deadline)
+                group = Gloo(store, rank, 2, options)
+                self._check_other_end(group, exchange, deadline)
+                _close_ports(store.ports)
             except RuntimeError as error:
                 raise _failure(late=_Use(deadline).is_expired()) from error
+            self._group = group
             _communicators.made.add(self)
+
+    def _check_other_end(self, group: Any, exchange: Exchange, deadline: float) -> None:
+        """Raises PipeBroken: Gloo is connected to somebody else than the control link."""
+        ours, theirs = os.urandom(_PROOF_BYTES), bytearray(_PROOF_BYTES)
+        exchange.put("proof", ours)
+        sending = group.send([_flat(memoryview(bytearray(ours)))], self._other, _PROOF)
+        group.recv([_flat(memoryview(theirs))], self._other, _PROOF).wait(time_until(deadline))
+        if not hmac.compare_digest(theirs, exchange.get("proof", deadline)):
+            raise PipeBroken("somebody else than the other end has connected to Gloo's port")
+        sending.wait(time_until(deadline))
 
     def send(self, memory: memoryview, timeout: float) -> None:
         self._use(self._send, memory, timeout)
@@ -171,14 +199,15 @@ def open_end(
 
 
 def version() -> str:
-    """The version of this end's torch, which must be that of the other end too.
+    """The version of this end's torch, and that it proves itself: both must be so at the other end
+    too.
 
     Raises:
         ConfigError: torch was built without Gloo.
     """
     if Gloo is None:
         raise ConfigError(f"torch {torch_version()} was built without Gloo")
-    return f"of torch {torch_version()}"
+    return f"of torch {torch_version()}, with proofs"
 
 
 def make_upgrade(version: str, *, listen: bool, make_seconds: float) -> Upgrade:
@@ -280,6 +309,11 @@ class _ExchangeStore(_dist.Store):  # type: ignore[misc]
         for key in keys:
             self.get(key)
 
+    @property
+    def ports(self) -> list[int]:
+        """At which Gloo listens here."""
+        return [_port_in(value) for value in self._ours.values()]
+
 
 def _have_same_form(theirs: bytes, ours: bytes) -> bool:
     """Whether a value of the other end has the form of this end's value.
@@ -300,6 +334,35 @@ def _form(value: bytes) -> tuple[int, bytes, int]:
     if at + nbytes > len(value):
         return len(value), b"", 0
     return nbytes, value[at : at + _FAMILY_BYTES], len(value) - at - nbytes
+
+
+def _port_in(value: bytes) -> int:
+    at = 2 * _LENGTH_BYTES + _length_at(value, 0) + _FAMILY_BYTES
+    return int.from_bytes(value[at : at + 2], "big")
+
+
+def _close_ports(ports: Container[int]) -> None:
+    """Have the kernel drop what comes to these listening sockets, which only Gloo could close."""
+    descriptors: list[str] = []
+    with suppress(FileNotFoundError):  # /proc is not mounted
+        descriptors = os.listdir("/proc/self/fd")
+    for name in descriptors:
+        with suppress(OSError), _socket_at(int(name)) as found:
+            if found.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and found.getsockname()[1] in ports:
+                found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _DROP_ALL)
+
+
+def _socket_at(descriptor: int) -> socket.socket:
+    """Raises OSError: it is no socket, or was closed meanwhile."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def _length_at(value: bytes, at: int) -> int:

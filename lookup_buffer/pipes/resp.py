@@ -29,6 +29,8 @@ _LEAST_SECONDS: Final = 0.0005
 _GRACE_SECONDS: Final = 1.0
 _DEEPEST: Final = 4
 """Bound on the nesting of lists."""
+_PART_BYTES: Final = 64
+"""What each part of a list counts beside its bytes."""
 
 
 class Resp3Connection:
@@ -52,6 +54,8 @@ class Resp3Connection:
         self._start = self._end = 0
         self._unread_replies = 0
         """Number of replies that were not read yet."""
+        self._bytes_left = 0
+        """That the parts of the list that is being read may have."""
         tune(stream)
 
     def send(self, commands: Sequence[Command], deadline: float) -> None:
@@ -146,8 +150,12 @@ class Resp3Connection:
     def _reply(self, deadline: float, depth: int = 0) -> Any:
         line = self._line_past_pushes(deadline, depth)
         kind, rest = line[:1], line[1:]
+        if depth:
+            self._bytes_left -= _PART_BYTES + len(rest)
+            if self._bytes_left < 0:
+                raise ProtocolError("a reply with too many parts")
         if kind == b"$":
-            return None if rest == b"-1" else self._bulk(_number(rest), deadline)
+            return None if rest == b"-1" else self._bulk(_number(rest), deadline, depth)
         if kind == b"*":
             if rest == b"-1":
                 return None
@@ -175,6 +183,8 @@ class Resp3Connection:
     def _replies(self, count: bytes, deadline: float, depth: int) -> list[Any]:
         if not 0 <= _number(count) <= _MOST_REPLIES or depth == _DEEPEST:
             raise ProtocolError("a reply with too many parts")
+        if depth == 0:
+            self._bytes_left = LONGEST_REPLY_BYTES
         return [self._reply(deadline, depth + 1) for _ in range(_number(count))]
 
     def _line_past_pushes(self, deadline: float, depth: int = 0) -> bytes:
@@ -196,9 +206,10 @@ class Resp3Connection:
         self._start = found + 2
         return line
 
-    def _bulk(self, nbytes: int, deadline: float) -> bytes:
-        if not 0 <= nbytes <= LONGEST_REPLY_BYTES:
+    def _bulk(self, nbytes: int, deadline: float, depth: int) -> bytes:
+        if not 0 <= nbytes <= (self._bytes_left if depth else LONGEST_REPLY_BYTES):
             raise ProtocolError(f"a reply of {nbytes} bytes")
+        self._bytes_left -= nbytes
         bulk = bytearray(nbytes)
         self._fill(memoryview(bulk), deadline)
         self._end_of_bulk(deadline)

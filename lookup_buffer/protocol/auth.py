@@ -20,9 +20,10 @@ import socket
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
 from typing import Any, Final, NamedTuple
 
-from lookup_buffer.errors import NodeRefused, ProtocolError
+from lookup_buffer.errors import NodeRefused, PipeBroken, ProtocolError
 from lookup_buffer.protocol.framing import Mac, Macs, pack
 from lookup_buffer.protocol.sockets import connected_socket
 from lookup_buffer.protocol.stream import FramedSocket, FramedSocketLimits, FrameStream
@@ -47,9 +48,10 @@ class Purpose(NamedTuple):
     that passes a handshake on to another one is found out."""
 
     role: str = "pipe"
-    """"pipe"; between nodes "tensors", "handoffs" or "reachability"."""
+    """"pipe"; "lane"; between nodes "tensors", "handoffs" or "reachability"."""
     endpoint: str = ""
-    """The address that the client dialled, as the other node advertises it."""
+    """The address that the client dialled, as the other node advertises it; of a lane, the one that
+    both sockets have."""
     node: str = ""
     """The id of the node that it expects there."""
     boot: str = ""
@@ -59,6 +61,8 @@ class Purpose(NamedTuple):
 
 
 PIPE: Final = Purpose()
+LANE: Final = Purpose("lane")
+"""Its endpoint is that of the connection: see `only_lanes`."""
 
 
 class Agreement(NamedTuple):
@@ -87,6 +91,28 @@ Dialogue = Generator[list[Any] | None, list[Any], Agreement]
 
 def only_pipes(purpose: Purpose) -> str:
     return "" if purpose == PIPE else "a pipe listens here"
+
+
+def only_lanes(stream: socket.socket) -> Accepts:
+    """For an accepted connection. The client has dialled the address where it was accepted: so
+    nobody can pass on the proof of who dials an address of his, from a record in the store."""
+    here = _lane_at(stream.getsockname())
+    return lambda purpose: "" if purpose == here else f"a lane listens here, at {here.endpoint}"
+
+
+def _dialled(purpose: Purpose, stream: socket.socket) -> Purpose:
+    """`purpose` with the address of a lane."""
+    if purpose != LANE:
+        return purpose
+    try:
+        return _lane_at(stream.getpeername())
+    except OSError as error:
+        raise PipeBroken("the remote end has left") from error
+
+
+def _lane_at(address: tuple[Any, ...]) -> Purpose:
+    host = ip_address(str(address[0]).partition("%")[0])
+    return LANE._replace(endpoint=f"{getattr(host, 'ipv4_mapped', None) or host} {address[1]}")
 
 
 # -- over a socket
@@ -128,7 +154,7 @@ def request_handshake(
     deadline = time.monotonic() + timeout
     connection = FramedSocket(stream, HANDSHAKE_LIMITS)
     with _aborting(connection):
-        agreement = client_handshake(connection, token, deadline, purpose)
+        agreement = client_handshake(connection, token, deadline, _dialled(purpose, stream))
     return _agreed(connection, agreement, limits)
 
 
@@ -164,9 +190,10 @@ HANDSHAKE_LIMITS: Final = FramedSocketLimits(max_header_bytes=HELLO_BYTES, max_p
 def _agreed(
     connection: FramedSocket, agreement: Agreement, limits: FramedSocketLimits | None
 ) -> FramedSocket:
-    """Between nodes headers have a MAC. A pipe has none: its two ends are of one program."""
+    """Between nodes headers have a MAC. A pipe has none: its two ends are of one program. Nor has
+    a lane, which is one."""
     connection.set_limits(limits or FramedSocketLimits())
-    if agreement.purpose != PIPE:
+    if agreement.purpose.role not in (PIPE.role, LANE.role):
         connection.macs = agreement.macs
     return connection
 

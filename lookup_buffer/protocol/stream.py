@@ -16,6 +16,7 @@ from termios import FIONREAD, TIOCOUTQ
 from typing import Any, Final, Protocol
 
 from lookup_buffer.errors import PipeBroken, PipeClosed, ProtocolError
+from lookup_buffer.key import MAX_KEY_CHARACTERS
 from lookup_buffer.protocol.framing import (
     MAX_HEADER_BYTES,
     PROLOGUE_BYTES,
@@ -33,7 +34,8 @@ HASH_STEP_BYTES: Final = 4 << 20
 
 PROGRESS_BYTES: Final = 64 << 10
 """So much of a payload must pass within a timeout: 13 kB/s, if that is 5 s."""
-_SCRATCH_BYTES: Final = 4096  # takes prologue and header of nearly every frame in one read
+_SCRATCH_BYTES: Final = 8192  # takes prologue and header of nearly every frame in one read
+assert _SCRATCH_BYTES >= 2 * MAX_KEY_CHARACTERS, "`peek` finds the header of any tensor in it"
 
 
 class Hasher(Protocol):

@@ -241,8 +241,9 @@ def test_an_invalid_communicator_address_ends_its_pair(ends: Ends, name: str) ->
     """Gloo reads as many bytes as such a value states, and ended the process."""
     with ForeignClient(ends.pool) as client:
         client.ask({"ask": 0, "mark": 0})
-        number = client.receive()[1]
-        client.send(["pull", number])
+        while (header := client.receive())[0] != "offer":
+            pass  # its request is acknowledged
+        client.send(["pull", header[1]])
         while (header := client.receive())[0] != "pair":
             pass
         _, theirs, value = header

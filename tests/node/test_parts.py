@@ -1,6 +1,8 @@
 """Large items from a node that is far: in parts, over several connections; plain and by TLS."""
 
 import asyncio
+import gc
+import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -314,3 +316,31 @@ def test_only_what_is_large_and_far_comes_in_parts(
     holder = Holder(Breaker(lambda: now), Breaker(lambda: now), now, users=users, version=version)
     holder.pace.answered(answer, now)
     assert holder.streams_for(nbytes, now) == streams
+
+
+def test_a_part_that_is_given_up_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a holder lies, those on its other connections are. asyncio wrote each to the log."""
+
+    async def test() -> None:
+        loop, reported, ends = asyncio.get_running_loop(), list[Any](), threading.Event()
+        loop.set_exception_handler(lambda _, context: reported.append(context))
+        receiver = receive.Receiver(loop)
+
+        def move() -> None:
+            ends.wait()
+            raise PipeBroken("it was aborted")
+
+        moving = loop.create_task(receiver._on_thread(move, ends.set))
+        await asyncio.sleep(0.1)
+        moving.cancel()
+        await asyncio.wait([moving])
+        assert moving.cancelled()
+        del moving
+        await asyncio.sleep(0.3)  # a timer keeps the result, and the pool
+        receiver.tick()
+        gc.collect()
+        receiver.close()
+        assert not reported
+
+    monkeypatch.setattr(receive, "PEER_PROGRESS_SECONDS", 0.2)
+    asyncio.run(test())

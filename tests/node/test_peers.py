@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 
 import peer_servers
-from lookup_buffer.node import peers
-from lookup_buffer.node.links import Credentials
+from lookup_buffer.node import handoffs, peers
+from lookup_buffer.node.links import HANDOFFS, Credentials, dial
+from lookup_buffer.protocol.messages import Take
 from node_certificates import Files
 from patience import scaled
 from peer_servers import MIB, NAMESPACE, TOKEN, Bench, Test, answered
@@ -175,6 +176,29 @@ def test_a_connection_without_requests_is_closed(
         await asyncio.sleep(0.15)
         bench.server.tick()
         await bench.until(lambda: link.wait_readable(0.0))
+        link.abort()
+
+    on_a_loop(test)
+
+
+@pytest.mark.parametrize("ids", [[1, 1], [1, 2, 3]], ids=["one id for all", "too many"])
+def test_a_node_queues_no_more_takers_than_a_bound(
+    monkeypatch: pytest.MonkeyPatch, on_a_loop: Runs, ids: list[int]
+) -> None:
+    """Its connection ends, and with it those that are queued."""
+    monkeypatch.setattr(handoffs, "TAKES_MAX", 2)
+
+    async def test(bench: Bench) -> None:
+        bench.askers.handoffs.hold_back((NAMESPACE, "k@r"))
+        dialled = await dial(
+            bench.loop, bench.location, bench.endpoint, HANDOFFS, bench.credentials
+        )
+        link = dialled.framed()
+        for number in ids:
+            await bench.until(lambda: len(bench.askers) == 1)
+            link.send(Take(number, NAMESPACE, "k@r", 1000.0).to_wire(), timeout=5.0)
+        await bench.until(lambda: len(bench.askers) == 0)
+        assert not bench.askers.handoffs._queues
         link.abort()
 
     on_a_loop(test)

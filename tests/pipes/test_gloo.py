@@ -37,7 +37,7 @@ from contract_pipe_processes import (
     patient,
     start_child,
 )
-from lookup_buffer.codec import torch_version, writable_bytes
+from lookup_buffer.codec import writable_bytes
 from lookup_buffer.errors import (
     ConfigError,
     LookupBufferError,
@@ -48,7 +48,7 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.pipes import KVPipe, open_pipe
-from lookup_buffer.pipes.gloo import GlooCommunicator, time_until
+from lookup_buffer.pipes.gloo import GlooCommunicator, time_until, version
 from lookup_buffer.pipes.pair import Exchange, agree
 from lookup_buffer.protocol.auth import connect
 from lookup_buffer.protocol.stream import FramedSocket
@@ -287,7 +287,7 @@ def test_an_end_that_sends_invalid_frames_is_disconnected(
     waiting = threads.call(a.recv_tensor, timeout=SOON_SECONDS)
     link = connect("127.0.0.1", int(a.uri.rsplit(":")[-1]), token=None, timeout=SOON_SECONDS)
     closing.callback(link.abort)
-    agree(link, "gloo", f"of torch {torch_version()}", time.monotonic() + SOON_SECONDS)
+    agree(link, "gloo", version(), time.monotonic() + SOON_SECONDS)
     for frame in frames:
         with suppress(PipeError):  # the end may have disconnected already
             link.send(frame, timeout=SOON_SECONDS)

@@ -9,6 +9,7 @@ import pytest
 
 from contract_pipe import SHORT_SECONDS, SOON_SECONDS, Threads, threads
 from lookup_buffer.errors import PipeBroken, PipeClosed, PipeTimeout, ProtocolError
+from lookup_buffer.pipes import resp
 from lookup_buffer.pipes.resp import Resp3Connection
 
 __all__ = ["threads"]
@@ -75,6 +76,28 @@ def test_an_invalid_reply_ends_the_connection(answer: bytes) -> None:
             connection.request(PING, soon())
         with pytest.raises(PipeClosed):
             connection.request(PING, soon())
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_read"),
+    [
+        (b"*2\r\n" + 2 * (b"$400\r\n" + bytes(400) + b"\r\n"), True),
+        (b"*2\r\n" + 2 * (b"$600\r\n" + bytes(600) + b"\r\n"), False),
+        (b"*1\r\n*1\r\n*10\r\n" + 10 * b":1\r\n", True),
+        (b"*1\r\n*1\r\n*20\r\n" + 20 * b":1\r\n", False),
+        (2 * (b">1\r\n$600\r\n" + bytes(600) + b"\r\n") + b"+OK\r\n", True),
+    ],
+)
+def test_the_parts_of_a_reply_are_bounded_together(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes, *, is_read: bool
+) -> None:
+    monkeypatch.setattr(resp, "LONGEST_REPLY_BYTES", 1000)
+    with connection_that_reads(answer) as (connection, _):
+        if is_read:
+            connection.request(PING, soon())
+        else:
+            with pytest.raises(ProtocolError):
+                connection.request(PING, soon())
 
 
 def test_a_value_is_received_in_place() -> None:

@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from connectors.kv.handoffs import transfer_params
 from connectors.kv.metadata import KvStepMetadata
 from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 from lookup_buffer.namespace import Namespace
-from nodes import NodeProcess, StartNode, wait_until
+from nodes import NodeProcess, StartNode, tensor_of, wait_until, with_store
 from test_kv_scheduler import CHUNK, Engine, Request
 from test_kv_worker import BLOCKS, Rank
 
@@ -101,3 +103,19 @@ def test_a_router_may_do_both(node: NodeProcess, buffer: LookupBuffer, rank: Ran
     taken.kv_transfer_params = params
     assert decided(engine, taken) == (PROMPT, True)
     assert "handoff_refused" not in engine.side.counters.totals()
+
+
+# -- names of images
+
+
+def test_an_item_with_the_longest_name_comes_from_another_node(start_node: StartNode) -> None:
+    """A client chooses it (`uuid`). Such a transfer always failed, and the node that was asked came
+    after all others for up to a minute."""
+    nodes, name = [start_node(), start_node()], TensorKey("n" * MAX_KEY_CHARACTERS)
+    with_store(*nodes)
+    with nodes[0].client() as there, nodes[1].client() as here:
+        there.insert(name, tensor_of("named", 1000))
+        tensor = here.select(name, timeout=10.0)
+    assert tensor is not None
+    assert torch.equal(tensor, tensor_of("named", 1000))
+    assert nodes[1].stats().get("fetches_failed_peer_failed", 0) == 0

@@ -2,19 +2,25 @@
 
 import socket
 import stat
+import struct
+import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from command_line import run
 from lookup_buffer.access import runtime_directory
 from lookup_buffer.cli.certificates import Authority
 from lookup_buffer.dashboard.feed import WATCHERS_MAX
-from lookup_buffer.errors import ConfigError, NodeRefused
-from lookup_buffer.pipes import open_pipe
+from lookup_buffer.errors import ConfigError, NodeRefused, PipeError
+from lookup_buffer.pipes import PipeLimits, gloo, open_pipe
 from nodes import NodeProcess, StartNode, wait_until
 from observing import Stream
 from other_user import NOBODY, OtherUser
@@ -212,3 +218,129 @@ def test_pages_of_another_user_lock_nobody_out(start_node: StartNode) -> None:
 def _is_open(node: NodeProcess) -> bool:
     with Stream(node) as stream:
         return stream.status == 200
+
+
+# -- localhost
+
+
+def test_who_listens_at_the_other_address_of_localhost_gets_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """He would pass on the handshake, read the messages and send others."""
+    ask = socket.getaddrinfo
+
+    def as_usual(host: str | bytes, port: int, *args: Any, **options: Any) -> list[Any]:
+        if host not in ("localhost", b"localhost"):
+            return ask(host, port, *args, **options)
+        return [found for at in ("::1", "127.0.0.1") for found in ask(at, port, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", as_usual)
+    with closing(open_pipe("tcp://localhost:0", listen=True, token="t" * 32)) as listening:
+        port = int(listening.uri.rpartition(":")[2])
+        with socket.create_server(("::1", port), family=socket.AF_INET6) as stranger:
+            with closing(open_pipe(f"tcp://localhost:{port}", token="t" * 32)) as dialling:
+                dialling.send_tensor(torch.ones(3))
+                assert listening.recv_tensor(timeout=10.0) is not None
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.accept()
+
+
+# -- Gloo's port
+
+
+class Stranger:
+    """He is the first at Gloo's ports, which he sees in /proc/net/tcp, and says what Gloo says: he
+    forges each message that is requested of him, and requests each that is announced."""
+
+    TOLD, REQUESTED, SENT = 2, 3, 1
+
+    def __init__(self) -> None:
+        self.got = bytearray()
+        self.is_heard = False
+
+    def connect(self, port: int) -> None:
+        link = socket.create_connection(("127.0.0.1", port))
+        link.sendall(bytes(8))  # the number of the first connection
+        threading.Thread(target=self._talk, args=(link,), daemon=True).start()
+
+    def _talk(self, link: socket.socket) -> None:
+        with suppress(OSError, struct.error), link, link.makefile("rb") as heard:
+            while True:
+                nbytes, kind, tag, _, length, _ = struct.unpack("=6Q", heard.read(48))
+                self.is_heard = True
+                if kind == self.REQUESTED:
+                    self._say(link, self.SENT, tag, length, b"B" * length)
+                elif kind == self.TOLD:
+                    self._say(link, self.REQUESTED, tag, length)
+                else:
+                    self.got += heard.read(nbytes - 48)
+
+    def _say(
+        self, link: socket.socket, kind: int, tag: int, length: int, payload: bytes = b""
+    ) -> None:
+        link.sendall(struct.pack("=6Q", 48 + len(payload), kind, tag, 0, length, 0) + payload)
+
+
+@pytest.mark.parametrize("from_listener", [True, False])
+def test_who_is_first_at_the_port_of_gloo_gets_and_sends_nothing(
+    monkeypatch: pytest.MonkeyPatch, *, from_listener: bool
+) -> None:
+    """He knows no token."""
+    stranger, set_address = Stranger(), gloo._ExchangeStore.set
+
+    def set_late(store: gloo._ExchangeStore, key: str, value: bytes) -> None:
+        host = int.from_bytes(value[:8], sys.byteorder)
+        stranger.connect(int.from_bytes(value[18 + host : 20 + host], "big"))
+        time.sleep(0.05)
+        set_address(store, key, value)
+
+    monkeypatch.setattr(gloo._ExchangeStore, "set", set_late)
+    sent = torch.full((1 << 18,), ord("A"), dtype=torch.uint8)
+    for _ in range(10):
+        received = _received_over_gloo(sent, from_listener=from_listener)
+        assert b"A" * 1000 not in stranger.got
+        assert received is None or torch.equal(received, sent)
+        if stranger.is_heard:
+            return
+    pytest.fail("he was never the first")
+
+
+def test_who_comes_to_the_port_of_gloo_later_takes_no_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gloo would keep each of his connections, also once he has left."""
+    ports, set_address = set(), gloo._ExchangeStore.set
+
+    def set_noted(store: gloo._ExchangeStore, key: str, value: bytes) -> None:
+        ports.add(int.from_bytes(value[18 + value[0] : 20 + value[0]], "big"))
+        set_address(store, key, value)
+
+    monkeypatch.setattr(gloo._ExchangeStore, "set", set_noted)
+    tensor = torch.ones(1 << 18)
+    with ExitStack() as closing:
+        listening = open_pipe("gloo://127.0.0.1:0", listen=True)
+        closing.callback(listening.abort)
+        dialling = open_pipe(listening.uri)
+        closing.callback(dialling.abort)
+        for sender, receiver in ((listening, dialling), (dialling, listening)):
+            sender.send_tensor(tensor)
+            assert receiver.recv_tensor(timeout=10.0) is not None
+            for port in ports:
+                with pytest.raises(TimeoutError):
+                    socket.create_connection(("127.0.0.1", port), timeout=0.2)
+    assert len(ports) == 2
+
+
+def _received_over_gloo(sent: torch.Tensor, *, from_listener: bool) -> torch.Tensor | None:
+    options: dict[str, Any] = {"token": "t" * 32, "limits": PipeLimits(silence_seconds=2.0)}
+    with ExitStack() as closing:
+        listening = open_pipe("gloo://127.0.0.1:0", listen=True, **options)
+        closing.callback(listening.abort)
+        dialling = open_pipe(listening.uri, **options)
+        closing.callback(dialling.abort)
+        ends = (listening, dialling) if from_listener else (dialling, listening)
+        ends[0].send_tensor(sent, "k")
+        with suppress(PipeError):
+            return ends[1].recv_tensor("k", timeout=10.0)
+    return None

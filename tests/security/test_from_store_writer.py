@@ -2,9 +2,10 @@
 
 import asyncio
 import dataclasses
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from awaited import at_once, awaited
 from command_line import beating, boot_of, publish
 from lookup_buffer.config import parse_tcp
+from lookup_buffer.device.lane import DeviceLane
 from lookup_buffer.errors import MissingTensor, NodeRefused, PipeError
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.arena import Arena, Item
@@ -20,6 +22,7 @@ from lookup_buffer.node.invalidations import Invalidations
 from lookup_buffer.node.links import HANDOFFS, TENSORS, dial
 from lookup_buffer.protocol.auth import Purpose, connect
 from lookup_buffer.protocol.framing import encode_frame
+from lookup_buffer.protocol.stream import FramedSocket
 from memory_store import MemoryStore
 from nodes import MIB, StartNode, handoff, key, tensor_of, wait_until, with_store
 from peer_servers import NAMESPACE, TOKEN, WITH_TOKEN, Bench, answered, on_a_loop
@@ -149,6 +152,38 @@ def test_a_handshake_that_is_passed_on_is_refused() -> None:
         assert not bench.askers
 
     on_a_loop(test)
+
+
+@pytest.mark.parametrize("is_passed_on", [True, False])
+def test_nor_is_that_of_a_worker_for_the_pool_of_another_one(*, is_passed_on: bool) -> None:
+    """By a record or a description of a node he makes a worker dial him. The control is a worker
+    that dials the pool itself."""
+    said: list[object] = []
+
+    def pass_on() -> None:
+        with (
+            FramedSocket(listener.accept()[0]) as worker,
+            FramedSocket(socket.create_connection(("127.0.0.1", pool.port))) as far,
+        ):
+            for one, other in ((worker, far), (far, worker), (worker, far)):
+                other.send(one.recv_header(5.0).header, timeout=5.0)
+            said.extend(far.recv_header(5.0).header)  # else he goes on as that worker
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        closing(DeviceLane("gloo", pool_bytes=MIB, token=TOKEN)) as pool,
+        closing(DeviceLane("gloo", pool_bytes=MIB, token=TOKEN)) as worker,
+    ):
+        port = listener.getsockname()[1] if is_passed_on else pool.port
+        seen = ["127.0.0.1", "gloo", worker.version.library, port, pool.id]
+        attack = threading.Thread(target=pass_on)
+        if is_passed_on:
+            attack.start()
+        worker.on_event({"event": "pools", "there": [seen], "gone": []})
+        if is_passed_on:
+            attack.join()
+            assert said == ["refused", f"a lane listens here, at 127.0.0.1 {pool.port}"]
+        wait_until(lambda: worker.pairs() == pool.pairs() == (0 if is_passed_on else 1), 10.0)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.pipes import KVPipe
-from lookup_buffer.protocol.auth import request_handshake
+from lookup_buffer.protocol.auth import LANE, PIPE, request_handshake
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.stream import FramedSocket
 
@@ -31,12 +31,13 @@ def offer(number: int, key: bytes | None, nbytes: int) -> list[Any]:
 
 
 class RawEnd:
-    """Of a listening `pipe`, or of what listens at an address and wants to `agree` on something."""
+    """Of a listening `pipe`, or of a pool that listens at an address and wants to `agree` on
+    something."""
 
     def __init__(self, pipe: KVPipe | str, agree: list[Any] | None = None) -> None:
-        uri = pipe if isinstance(pipe, str) else pipe.uri
+        uri, purpose = (pipe, LANE) if isinstance(pipe, str) else (pipe.uri, PIPE)
         self._stream = socket.create_connection(parse_tcp(uri), SECONDS)
-        self.link = request_handshake(self._stream, token=None, timeout=SECONDS)
+        self.link = request_handshake(self._stream, token=None, timeout=SECONDS, purpose=purpose)
         if agree is not None:
             self.link.send(agree, timeout=SECONDS)
             assert self.link.recv_header(SECONDS).header == agree
