@@ -5,6 +5,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Request
 from lookup_buffer.shm.memory import Staging
+from lookup_buffer.times import PEER_CONNECT_SECONDS
 from nodes import (
     MIB,
     NodeProcess,
@@ -293,11 +295,13 @@ def test_nodes_to_be_dialled(start_node: StartNode) -> None:
         wait_until(lambda: client.ask(reach)["outcome"] == "yes", 10.0)
     before, asked = stats(here)["open_files"], 500
     with there.frozen(), raw(here) as client, Attack(here, client) as attack:
+        began = time.monotonic()
         attack.send(messages.Reach(n, here.node_id, there.node_id) for n in range(asked))
         attack.answered()
+        times = 1 + (time.monotonic() - began) / PEER_CONNECT_SECONDS
         assert stats(here)["open_files"] <= before + 2 * REACHING_MAX
         busy = sum(each.get("outcome") == "busy" for each in attack.replies)
-        assert busy == asked - REACHING_MAX
+        assert asked - REACHING_MAX * times <= busy <= asked - REACHING_MAX
 
 
 def test_pins(attack: Attack) -> None:
