@@ -289,6 +289,22 @@ def test_a_node_takes_no_more_nodes_than_a_bound(
     wait_until(lambda: node.stats()["nodes_alive"] == 1, 90.0)
 
 
+def test_what_a_node_says_when_its_id_is_taken_is_one_line_of_its_log(
+    start_node: StartNode, start_server: StartServer
+) -> None:
+    """By a beat under its id he ends it, and it quotes what he says of the other node."""
+    url = start_server().url
+    node = start_node(store_url=url)
+    with_store(node)
+    described = {"boot": "evil", "endpoint": "tcp://x:1", "host": "h\nforged \x1b[31m"}
+    counts = {"version": "1", "capacity": "1", "used": "1", "items": "1"}
+    hash_set(url, f"lb:node:{node.node_id}", described | counts)
+    hash_set(url, "lb:nodes", {node.node_id: "evil:1"})
+    wait_until(lambda: "took this id over" in node.log_text(), 30.0)
+    (line,) = [line for line in node.log_text().splitlines() if "boot evil" in line]
+    assert r"on host h\nforged \x1b[31m took this id over" in line
+
+
 class CountingArena(Arena):
     walks = 0
 
