@@ -1,8 +1,10 @@
 """Another user of the node's host: what he places, listens at, and asks for."""
 
+import fcntl
 import socket
 import stat
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -306,8 +308,9 @@ def test_who_is_first_at_the_port_of_gloo_gets_and_sends_nothing(
     pytest.fail("he was never the first")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_who_comes_to_the_port_of_gloo_later_takes_no_descriptors(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     """Gloo would keep each of his connections, also once he has left."""
     ports, set_address = set(), gloo._ExchangeStore.set
@@ -319,7 +322,8 @@ def test_who_comes_to_the_port_of_gloo_later_takes_no_descriptors(
     monkeypatch.setattr(gloo._ExchangeStore, "set", set_noted)
     tensor = torch.ones(1 << 18)
     with ExitStack() as closing:
-        listening = open_pipe("gloo://127.0.0.1:0", listen=True)
+        shown = f"[{host}]" if ":" in host else host
+        listening = open_pipe(f"gloo://{shown}:0", listen=True)
         closing.callback(listening.abort)
         dialling = open_pipe(listening.uri)
         closing.callback(dialling.abort)
@@ -328,8 +332,26 @@ def test_who_comes_to_the_port_of_gloo_later_takes_no_descriptors(
             assert receiver.recv_tensor(timeout=10.0) is not None
             for port in ports:
                 with pytest.raises(TimeoutError):
-                    socket.create_connection(("127.0.0.1", port), timeout=0.2)
+                    socket.create_connection((host, port), timeout=0.2)
     assert len(ports) == 2
+
+
+def test_only_the_listeners_of_gloo_are_closed(tmp_path: Path) -> None:
+    """Not one of the program at the same port of another address; and its locks on files stay."""
+    file = (tmp_path / "file").open("w")
+    with file, socket.create_server(("127.0.0.2", 0)) as own:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        port = own.getsockname()[1]
+        at = bytes([2, 0]) + port.to_bytes(2, "big") + bytes([127, 0, 0, 1]) + bytes(8)
+        gloo._close_listeners([at])
+        socket.create_connection(own.getsockname(), timeout=2.0).close()
+        probe = (
+            f"import fcntl; fcntl.lockf(open({file.name!r}, 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        )
+        assert subprocess.run([sys.executable, "-c", probe], check=False).returncode
+        gloo._close_listeners([at[:4] + bytes([127, 0, 0, 2])])
+        with pytest.raises(TimeoutError):
+            socket.create_connection(own.getsockname(), timeout=0.2)
 
 
 def _received_over_gloo(sent: torch.Tensor, *, from_listener: bool) -> torch.Tensor | None:
