@@ -13,9 +13,10 @@ import torch
 
 from awaited import at_once, awaited
 from command_line import beating, boot_of, publish
+from connectors.settings import parse_settings
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.device.lane import DeviceLane
-from lookup_buffer.errors import MissingTensor, NodeRefused, PipeError
+from lookup_buffer.errors import ConfigError, MissingTensor, NodeRefused, PipeError
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.invalidations import Invalidations
@@ -184,6 +185,23 @@ def test_nor_is_that_of_a_worker_for_the_pool_of_another_one(*, is_passed_on: bo
             attack.join()
             assert said == ["refused", f"a lane listens here, at 127.0.0.1 {pool.port}"]
         wait_until(lambda: worker.pairs() == pool.pairs() == (0 if is_passed_on else 1), 10.0)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0"])
+def test_a_pool_listens_at_no_address_that_other_hosts_have_too(host: str) -> None:
+    """At 127.0.0.1 of two hosts he could pass on what a worker says to him at the first one."""
+    with pytest.raises(ConfigError, match="one address of this host"):
+        DeviceLane("gloo", pool_bytes=MIB, host=host, token=TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("listen", "lane_host"), [("tcp://0.0.0.0:7", "192.0.2.1"), ("tcp://192.0.2.2:7", "192.0.2.2")]
+)
+def test_nor_do_those_of_workers(tmp_path: Path, listen: str, lane_host: str) -> None:
+    settings = {"listen": listen, "advertise": "tcp://192.0.2.1:7", "device_lane": "gloo"}
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    assert parse_settings({**settings, "token_file": str(token)}).lane_host == lane_host
 
 
 @pytest.mark.parametrize(
