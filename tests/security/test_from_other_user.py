@@ -27,6 +27,7 @@ from nodes import NodeProcess, StartNode, wait_until
 from observing import Stream
 from other_user import NOBODY, OtherUser
 from servers import free_port
+from store import StoreUnavailable, open_store
 
 
 @pytest.fixture
@@ -225,10 +226,9 @@ def _is_open(node: NodeProcess) -> bool:
 # -- localhost
 
 
-def test_who_listens_at_the_other_address_of_localhost_gets_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """He would pass on the handshake, read the messages and send others."""
+@pytest.fixture
+def two_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """localhost is ::1 and 127.0.0.1, in this order, as on most hosts."""
     ask = socket.getaddrinfo
 
     def as_usual(host: str | bytes, port: int, *args: Any, **options: Any) -> list[Any]:
@@ -237,6 +237,11 @@ def test_who_listens_at_the_other_address_of_localhost_gets_nothing(
         return [found for at in ("::1", "127.0.0.1") for found in ask(at, port, *args, **options)]
 
     monkeypatch.setattr(socket, "getaddrinfo", as_usual)
+
+
+@pytest.mark.usefixtures("two_addresses")
+def test_who_listens_at_the_other_address_of_localhost_gets_nothing() -> None:
+    """He would pass on the handshake, read the messages and send others."""
     with closing(open_pipe("tcp://localhost:0", listen=True, token="t" * 32)) as listening:
         port = int(listening.uri.rpartition(":")[2])
         with socket.create_server(("::1", port), family=socket.AF_INET6) as stranger:
@@ -246,6 +251,27 @@ def test_who_listens_at_the_other_address_of_localhost_gets_nothing(
             stranger.setblocking(False)
             with pytest.raises(BlockingIOError):
                 stranger.accept()
+
+
+@pytest.mark.usefixtures("two_addresses")
+@pytest.mark.parametrize("who", ["store", "pipe"])
+def test_nor_does_he_get_the_password_of_a_server_at_localhost(who: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_server(("::1", port), family=socket.AF_INET6) as stranger:
+            url = f"redis://:secret@localhost:{port}"
+            with pytest.raises((StoreUnavailable, PipeError)):
+                if who == "store":
+                    with open_store(url, call_timeout_seconds=0.2) as store:
+                        store.beats()
+                else:
+                    open_pipe(f"{url}?pipe=p", timeout=0.2)
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.accept()
+        server.settimeout(2.0)
+        with server.accept()[0] as asked:
+            assert b"secret" in asked.recv(1000)
 
 
 # -- Gloo's port
