@@ -188,6 +188,13 @@ def test_an_authority_of_another_user_is_not_used(
     assert run("certificates", str(tmp_path), "node-a").returncode == 0  # the control
 
 
+def test_no_authority_is_made_where_others_could_place_theirs_meanwhile(shared: Path) -> None:
+    done = run("certificates", str(shared), "node-a")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "all users may write" in done.stderr
+    assert not list(shared.iterdir())
+
+
 # -- the dashboard
 
 WATCH = """
