@@ -29,7 +29,8 @@ from nodes import MIB, StartNode, handoff, key, tensor_of, wait_until, with_stor
 from peer_servers import NAMESPACE, TOKEN, WITH_TOKEN, Bench, answered, on_a_loop
 from proxies import Relay
 from servers import StartServer, command
-from store import NODES_MAX, layout, open_store
+from store import LOCATIONS_MAX, NODES_MAX, layout, open_store
+from store.record_fields import read_record
 
 
 @asynccontextmanager
@@ -273,6 +274,19 @@ def test_huge_records_are_misses_and_are_not_kept(
                 client.select(name)
             command(url, "DEL", record)
     wait_until(lambda: resident_bytes(node.pid) < before + 100 * MIB, 10.0)
+
+
+def test_of_many_locations_readers_keep_as_many_as_nodes_write() -> None:
+    """A reader tries each, and its mirror keeps them."""
+    fields = {b"v": b"1", b"dtype": b"uint8", b"shape": b"[1]", b"nbytes": b"1", b"kind": b"tensor"}
+    for number in range(40):
+        fields[b"at:n%d" % number] = b"boot:1:%016x" % number
+    for number in range(10):
+        fields[b"on:n%d" % number] = b"1:gloo:00000000:1:000000000000"
+    record = read_record("a" * 64, "k", fields | {b"created": b"1"})
+    assert record is not None
+    assert [at.node for at in record.locations] == ["n0", "n1", "n2", "n3"]
+    assert len(record.locations) == len(record.devices) == LOCATIONS_MAX
 
 
 def test_huge_descriptions_of_nodes_are_not_kept(
