@@ -19,6 +19,7 @@ from lookup_buffer.access import check_store_url
 from lookup_buffer.config import (
     GIB,
     SECRETS,
+    WILDCARDS,
     BufferConfig,
     Bytes,
     explain,
@@ -112,17 +113,25 @@ class ConnectorSettings(SharedSettings):
     device_pool_bytes: Bytes = Field(default=GIB, ge=1 << 20)
     """Device memory that each worker reserves for its pool, in addition to vLLM's own."""
     device_lane_host: str | None = Field(default=None, min_length=1, max_length=255)
-    """Address that the workers' pools listen on; none means the host that `listen` names."""
+    """Address that the workers' pools listen on; none means the host that `listen` names, or if
+    that is all addresses, `advertise`."""
     device_lane_forced: bool = False
     """Use a device lane together with tensor parallelism, although it may hang the engine."""
 
     @model_validator(mode="after")
     def _guarded_lane(self) -> "ConnectorSettings":
         if self.device_lane != "off":
-            host = self.device_lane_host or parse_address(self.listen)[0]  # tls:// needs no token
-            token = self.token or self.token_file
-            guard_listener("'device_lane_host'", host, setting_advice("token"), token)
+            token = self.token or self.token_file  # tls:// needs none
+            guard_listener("'device_lane_host'", self.lane_host, setting_advice("token"), token)
         return self
+
+    @property
+    def lane_host(self) -> str:
+        """The address that the workers' pools listen on."""
+        host, _ = parse_address(self.listen)
+        if host in WILDCARDS and self.advertise is not None:
+            host, _ = parse_address(self.advertise)
+        return self.device_lane_host or host
 
 
 def parse_settings(raw: Mapping[str, Any]) -> ConnectorSettings:

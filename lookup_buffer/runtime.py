@@ -59,14 +59,15 @@ class _LogFormatter(logging.Formatter):
     line of the log, and controls no terminal. Only the lines of a traceback follow, indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return _escaped(super().formatMessage(record))
+        return escaped(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
         lines = super().formatException(ei).split("\n")
-        return "\n".join(f"    {_escaped(line)}" for line in lines)
+        return "\n".join(f"    {escaped(line)}" for line in lines)
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """`text` with what is not printable as escapes."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

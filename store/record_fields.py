@@ -10,7 +10,7 @@ from itertools import filterfalse
 
 from store import layout
 from store.layout import key_field, read_count
-from store.record import DEVICE, SAFE_NAME, DeviceLocation, Location, Record
+from store.record import DEVICE, LOCATIONS_MAX, SAFE_NAME, DeviceLocation, Location, Record
 
 _RECORD_NAME = re.compile(rb"lb:rec:([A-Za-z0-9._-]{1,128}):\{([^{}]+)\}\Z")
 _SHAPE = re.compile(rb"\[(\d+(?:,\d+)*)?\]\Z")
@@ -110,6 +110,7 @@ def _read_locations(
                 devices.append(DeviceLocation.parse(node, text.decode()))
         except ValueError:
             continue  # a garbled location does not hide the others
+    del locations[LOCATIONS_MAX:]  # publishers write no more; readers keep them, and try each
     return tuple(locations), _beside(devices, locations) if devices else ()
 
 

@@ -94,6 +94,7 @@ class TrackedConnection:
         self._paused_until = 0.0
         self._last_error: StoreError = StoreUnavailable(f"store {server.endpoint}: not connected")
         self._closed = False
+        self._has_reported = False
         self._reading: asyncio.Task[None] | None = None
         """While connected."""
         self._dialling = self._loop.create_task(self._keep_dialling())
@@ -231,11 +232,15 @@ class TrackedConnection:
     def _report(self, task: asyncio.Task[None]) -> None:
         """Of a fault of the code. What is not read any more is not kept, either."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._loop.call_exception_handler(
-                {"message": "a connection of the mirror failed", "exception": error}
-            )
+            self._log("a connection of the mirror failed", error)
             if task is self._reading:
                 self._disconnect(self.server.unavailable(error))
+
+    def _log(self, message: str, error: BaseException) -> None:
+        """Once: who is between this process and the server could fill the disk with it."""
+        if not self._has_reported:
+            self._has_reported = True
+            self._loop.call_exception_handler({"message": message, "exception": error})
 
     async def _is_dead(self) -> bool:
         """Whether nothing arrives on this connection, although the server answers on another."""
@@ -262,6 +267,8 @@ class TrackedConnection:
                     reply = await parser.read_response(push_request=True)
                 except REFUSALS as error:
                     reply = error
+                if isinstance(reply, StoreError):
+                    raise reply
                 if reply is not _PUSHED:
                     self._answered(reply)
         except (*FAILURES, StoreError) as error:
@@ -272,7 +279,8 @@ class TrackedConnection:
         try:
             self._invalidated(self, push[1])
         except Exception as error:  # noqa: BLE001 -- redis-py would take it for a reply, and all later ones for the next
-            self._loop.call_exception_handler({"message": "a push failed", "exception": error})
+            self._log("a push failed", error)
+            return StoreUnavailable(f"store {self.server.endpoint}: a garbled push")
         return _PUSHED
 
     def _disconnect(self, error: StoreError) -> None:

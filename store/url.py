@@ -219,10 +219,17 @@ def _read_hosts(url: str, topology: Topology, text: str) -> tuple[tuple[str, int
         port = int(match[2] or default) if match else 0
         if not match or not 1 <= port <= 65535:
             raise _refusal(url, "a host or a port cannot be read")
-        hosts.append((unquote(match[1].strip("[]")).lower(), port))
+        hosts.append((_host_of(url, unquote(match[1].strip("[]")).lower()), port))
     if len(hosts) > 1 and topology == "standalone":
         raise _refusal(url, "several hosts are for redis-sentinel:// and redis-cluster:// only")
     return tuple(hosts)
+
+
+def _host_of(url: str, name: str) -> str:
+    """At ::1, the other address of localhost, another user may listen, and would get the password.
+    By TLS the server proves who it is, by that name."""
+    is_tls = url.partition("://")[0].partition("-")[0].lower() in _TLS_PRODUCTS
+    return "127.0.0.1" if name == "localhost" and not is_tls else name
 
 
 def _socket_path(url: str, host: str, path: str) -> str:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from connectors.settings import ConnectorSettings
-from lookup_buffer.config import parse_address
 from lookup_buffer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class WorkerDeviceLane:
             pool_bytes=settings.device_pool_bytes,
             receives=loads,
             offers=stores,
-            host=settings.device_lane_host or parse_address(settings.listen)[0],
+            host=settings.lane_host,
             token=settings.read_token(),
         )
 

@@ -8,6 +8,7 @@ main thread; only writes files.
 import datetime
 import os
 import re
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -98,12 +99,18 @@ class Authority:
 
         Raises:
             CommandError: its files are not a certificate and a key, one of them is missing, or
-                another user owns one of them or the folder.
+                another user owns one of them or the folder, or all users may write in it.
             OSError: they cannot be read or written.
         """
         certificate, key = _paths(folder, AUTHORITY)
         for path in (folder, certificate, key):
             _check_owner(path)
+        if folder.stat().st_mode & stat.S_IWOTH:
+            raise CommandError(
+                f"all users may write in {folder}: one could place his authority there meanwhile; "
+                "take a folder of your own",
+                ExitCode.FOUND,
+            )
         if certificate.exists() or key.exists():
             return cls._read(certificate, key)
         authority = cls.make(AUTHORITY)

@@ -33,7 +33,7 @@ from lookup_buffer.errors import (
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS, Acceptor, listening_socket
-from lookup_buffer.protocol.auth import accept_handshake, only_lanes
+from lookup_buffer.protocol.auth import accept_handshake, is_everywhere, only_lanes
 
 INCOMING_PAIRS_MAX: Final = 32
 DISCOVERED_PAIRS_MAX: Final = 16
@@ -57,7 +57,7 @@ class PoolServer:
         stats: receives the failures of the device.
 
     Raises:
-        ConfigError: this process cannot listen at `host`.
+        ConfigError: this process cannot listen at `host`, or that is no single address.
     """
 
     def __init__(
@@ -88,6 +88,12 @@ class PoolServer:
             self._listener, shown = listening_socket(host, 0)
         except OSError as error:
             raise ConfigError(f"a pool cannot listen at {host}: {error.strerror}") from error
+        if is_everywhere(self._listener):
+            self._listener.close()
+            raise ConfigError(
+                f"a pool cannot listen at {host!r}: it needs one address of this host, at which "
+                "others reach it (the setting 'device_lane_host')"
+            )
         self.port = int(shown.rpartition(":")[2])
         self.served = 0
         """Number of tensors sent."""

@@ -94,7 +94,7 @@ from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takes import Owners, Takes
 from lookup_buffer.node.transfer import Fetcher
 from lookup_buffer.protocol.tls import Tls
-from lookup_buffer.runtime import lock, start_log
+from lookup_buffer.runtime import escaped, lock, start_log
 from lookup_buffer.shm.index import IS_ORDERED, WITHOUT_ORDER, RemoteIndex
 from lookup_buffer.times import DEATH_CHECK_SECONDS
 from store import StoreError
@@ -371,9 +371,14 @@ def serve(config: BufferConfig, *, ends_when_idle: bool) -> int:
         with lock(directory / "node.lock", timeout=LOCK_SECONDS):
             Node(config, ends_when_idle=ends_when_idle).run(config.socket_path())
     except (ConfigError, NodeUnavailable) as error:
-        sys.stderr.write(f"lookup-buffer: {error}\n")
+        _tell(error)
         return 2
     return 0
+
+
+def _tell(error: Exception) -> None:
+    """In one line of the log, whatever the error quotes: the store has texts of others."""
+    sys.stderr.write(f"lookup-buffer: {escaped(str(error))}\n")
 
 
 def _credentials(config: BufferConfig) -> Credentials:
@@ -408,7 +413,7 @@ def main() -> None:
         config = BufferConfig.of(_settings(sys.stdin.read()))
         config.read_peer_token()  # here whoever starts it gets the exit code at once
     except ConfigError as error:
-        sys.stderr.write(f"lookup-buffer: {error}\n")
+        _tell(error)
         sys.exit(2)
     if detach and os.fork():
         os._exit(0)  # vLLM kills its whole process tree; an orphan is not in it

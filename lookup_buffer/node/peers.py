@@ -62,7 +62,8 @@ LINKS_PER_CLIENT: Final = 16
 SENDERS_MAX: Final = 128
 """Threads that send; each has one reader at a time, so slow readers delay only themselves."""
 ITEMS_MAX: Final = 256
-"""Bound on the items of one request."""
+"""Bound on the items of one request, and on those of the requests that one connection has sent
+ahead, if they are several: a key may have 4 KB. A node sends one batch, or two parts."""
 QUEUED_MAX: Final = 16
 """Bound on the requests that one connection has sent ahead."""
 TOGETHER_BYTES: Final = 4 << 20
@@ -174,7 +175,7 @@ class PeerServer:
         elif len(self._greetings) >= HALF_OPEN_MAX:
             ((crowded, _),) = Counter(self._greetings.values()).most_common(1)
             self._drop(next(task for task, of in self._greetings.items() if of == crowded))
-        task = self.loop.create_task(self._admit(stream))
+        task = self.loop.create_task(self._admit(stream, host))
         self._greetings[task] = host
 
         def over(_: object) -> None:
@@ -199,7 +200,7 @@ class PeerServer:
             return "the node was started again"
         return ""
 
-    async def _admit(self, stream: socket.socket) -> None:
+    async def _admit(self, stream: socket.socket, host: str) -> None:
         try:
             link = await greet(self.loop, stream, self.credentials, self._refused)
         except ProtocolError:
@@ -208,7 +209,7 @@ class PeerServer:
         except LookupBufferError:
             return  # it left, was too slow, or was refused: only its connection ends
         if link.purpose.role == REACHABILITY:
-            self._admit_check(link)
+            self._admit_check(link, link.purpose.client if self.credentials.tls else host)
         elif not self._make_place(link.purpose.client):
             link.stream.close()
         elif link.purpose.role == HANDOFFS:
@@ -216,9 +217,9 @@ class PeerServer:
         else:
             self._read(link)
 
-    def _admit_check(self, link: Link) -> None:
+    def _admit_check(self, link: Link, client: str) -> None:
         assert self.reachability is not None, "nothing is accepted before `start`"
-        self.reachability.admit(link)
+        self.reachability.admit(link, client)
 
     def _read(self, link: Link) -> None:
         try:
@@ -358,9 +359,11 @@ class Reader:
         self._server.forget(self, error)
 
     def _on_message(self, connection: Connection, message: Any) -> None:
-        if len(self._requests) >= QUEUED_MAX:
-            raise ProtocolError(f"more than {QUEUED_MAX} requests were sent ahead")
-        self._requests.append(_asked_for(message))
+        asked, ahead = _asked_for(message), sum(map(len, self._requests))
+        if len(self._requests) >= QUEUED_MAX or (ahead and ahead + len(asked) > ITEMS_MAX):
+            most = f"{QUEUED_MAX} requests, or {ITEMS_MAX} items,"
+            raise ProtocolError(f"more than {most} were sent ahead")
+        self._requests.append(asked)
         self.used_at = self._server.loop.time()
         if not self.is_busy:
             self.is_busy = True

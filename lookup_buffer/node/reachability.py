@@ -13,6 +13,7 @@ and each reply is as large as the request. All runs on the loop's thread.
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import ECONNREFUSED, EHOSTUNREACH, ENETUNREACH
@@ -56,7 +57,8 @@ from store import Location
 SINCE_VERSION: Final = 5
 """Of the protocol between nodes."""
 LINKS_MAX: Final = 32
-"""Bound on connections of other nodes for this purpose; they take no places of others."""
+"""Bound on connections of other nodes for this purpose; they take no places of others. Who has most
+of them loses his oldest to others."""
 QUEUED_MAX: Final = 16
 """Bound on the nodes that wait until they are dialled back."""
 QUEUE_SECONDS: Final = 8.0
@@ -111,7 +113,8 @@ class Reachability:
         self._counters = counters
         self._dialling = asyncio.Lock()
         self._queued = self._reaching = 0
-        self._links: dict[Connection, asyncio.TimerHandle] = {}
+        self._links: dict[Connection, tuple[str, asyncio.TimerHandle]] = {}
+        """The oldest first, each with the client that has it and its deadline."""
         self._asked: set[Connection] = set()
         """Those that may request nothing now."""
 
@@ -231,18 +234,28 @@ class Reachability:
 
     # -- from another node
 
-    def admit(self, link: Link) -> None:
-        """Answer the requests on `link` until it ends, one at a time."""
-        if len(self._links) >= LINKS_MAX:
+    def admit(self, link: Link, client: str) -> None:
+        """Answer the requests on `link` until it ends, one at a time. `client`: the node that its
+        certificate names, or its host."""
+        if len(self._links) >= LINKS_MAX and not self._make_place(client):
             link.stream.close()
             return
         connection = Connection(self._loop, link.stream, self._on_message, self._ended, link.macs)
-        self._links[connection] = self._loop.call_later(LINK_SECONDS, connection.end, None)
+        timer = self._loop.call_later(LINK_SECONDS, connection.end, None)
+        self._links[connection] = client, timer
+
+    def _make_place(self, client: str) -> bool:
+        counts = Counter(of for of, _ in self._links.values())
+        ((crowded, most),) = counts.most_common(1)
+        if counts[client] + 1 >= most:
+            return False
+        next(link for link, (of, _) in self._links.items() if of == crowded).end(None)
+        return True
 
     def _ended(self, connection: Connection, error: LookupBufferError | None) -> None:
         if isinstance(error, ProtocolError):
             self._counters.add("protocol_errors")
-        self._links.pop(connection).cancel()
+        self._links.pop(connection)[1].cancel()
         self._asked.discard(connection)
 
     def _on_message(self, connection: Connection, message: Any) -> None:

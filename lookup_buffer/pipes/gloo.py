@@ -18,10 +18,11 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from string import digits
 from typing import Any, Final
 from weakref import WeakSet
@@ -51,6 +52,7 @@ _SO_ATTACH_FILTER: Final = 26
 _RETURN_0: Final = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
 _DROP_ALL: Final = struct.pack("@HP", 1, ctypes.addressof(_RETURN_0))
 """A `sock_fprog`: a packet filter of this one instruction."""
+_DESCRIPTORS: Final = "/proc/self/fd"
 
 
 _dist: Any = dist  # its type stubs lack most names that are used here
@@ -101,7 +103,7 @@ class GlooCommunicator:
                 store = _ExchangeStore(exchange, deadline)
                 group = Gloo(store, rank, 2, options)
                 self._check_other_end(group, exchange, deadline)
-                _close_ports(store.ports)
+                _close_listeners(store.addresses)
             except RuntimeError as error:
                 raise _failure(late=_Use(deadline).is_expired()) from error
             self._group = group
@@ -310,9 +312,9 @@ class _ExchangeStore(_dist.Store):  # type: ignore[misc]
             self.get(key)
 
     @property
-    def ports(self) -> list[int]:
-        """At which Gloo listens here."""
-        return [_port_in(value) for value in self._ours.values()]
+    def addresses(self) -> list[bytes]:
+        """At which Gloo listens here: of a socket, as the kernel has it."""
+        return [_address_in(value) for value in self._ours.values()]
 
 
 def _have_same_form(theirs: bytes, ours: bytes) -> bool:
@@ -336,23 +338,44 @@ def _form(value: bytes) -> tuple[int, bytes, int]:
     return nbytes, value[at : at + _FAMILY_BYTES], len(value) - at - nbytes
 
 
-def _port_in(value: bytes) -> int:
-    at = 2 * _LENGTH_BYTES + _length_at(value, 0) + _FAMILY_BYTES
-    return int.from_bytes(value[at : at + 2], "big")
+def _address_in(value: bytes) -> bytes:
+    at = _LENGTH_BYTES + _length_at(value, 0)
+    nbytes = _length_at(value, at)
+    at += _LENGTH_BYTES
+    return value[at : at + nbytes]
 
 
-def _close_ports(ports: Container[int]) -> None:
-    """Have the kernel drop what comes to these listening sockets, which only Gloo could close."""
-    descriptors: list[str] = []
+def _close_listeners(addresses: Sequence[bytes]) -> None:
+    """Have the kernel drop what comes to these listening sockets, which only Gloo could close.
+
+    Other descriptors are not touched: to close the copy of one for a file would release the locks
+    (`fcntl`) that this process has on that file.
+    """
+    names: list[str] = []
     with suppress(FileNotFoundError):  # /proc is not mounted
-        descriptors = os.listdir("/proc/self/fd")
-    for name in descriptors:
-        with suppress(OSError), _socket_at(int(name)) as found:
-            if found.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if listens and found.getsockname()[1] in ports:
-                found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _DROP_ALL)
+        names = os.listdir(_DESCRIPTORS)
+    for name in names:
+        with suppress(OSError):
+            if os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
+                _close_listener(int(name), addresses)
+
+
+def _close_listener(descriptor: int, addresses: Sequence[bytes]) -> None:
+    """Raises OSError: it was closed meanwhile."""
+    with _socket_at(descriptor) as found:
+        if found.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if listens and any(_is_at(found, address) for address in addresses):
+            found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _DROP_ALL)
+
+
+def _is_at(listener: socket.socket, address: bytes) -> bool:
+    """Not the port alone: at another address of this host it may be one of the program's own."""
+    host, port = listener.getsockname()[:2]
+    packed = ip_address(host.partition("%")[0]).packed
+    at = 4 if listener.family == socket.AF_INET else 8
+    return address[2:4] == port.to_bytes(2, "big") and address[at : at + len(packed)] == packed
 
 
 def _socket_at(descriptor: int) -> socket.socket:

@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, Final, NamedTuple
 
 from lookup_buffer.errors import NodeRefused, PipeBroken, ProtocolError
@@ -95,7 +95,8 @@ def only_pipes(purpose: Purpose) -> str:
 
 def only_lanes(stream: socket.socket) -> Accepts:
     """For an accepted connection. The client has dialled the address where it was accepted: so
-    nobody can pass on the proof of who dials an address of his, from a record in the store."""
+    nobody can pass on the proof of who dials an address of his, from a record in the store. That
+    holds for an address of one host, not for 127.0.0.1: see `is_everywhere`."""
     here = _lane_at(stream.getsockname())
     return lambda purpose: "" if purpose == here else f"a lane listens here, at {here.endpoint}"
 
@@ -110,9 +111,18 @@ def _dialled(purpose: Purpose, stream: socket.socket) -> Purpose:
         raise PipeBroken("the remote end has left") from error
 
 
+def is_everywhere(listener: socket.socket) -> bool:
+    """Whether it listens at all addresses of its host, also at those that other hosts have too."""
+    return _host_in(listener.getsockname()).is_unspecified
+
+
 def _lane_at(address: tuple[Any, ...]) -> Purpose:
+    return LANE._replace(endpoint=f"{_host_in(address)} {address[1]}")
+
+
+def _host_in(address: tuple[Any, ...]) -> IPv4Address | IPv6Address:
     host = ip_address(str(address[0]).partition("%")[0])
-    return LANE._replace(endpoint=f"{getattr(host, 'ipv4_mapped', None) or host} {address[1]}")
+    return getattr(host, "ipv4_mapped", None) or host
 
 
 # -- over a socket

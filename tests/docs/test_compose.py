@@ -128,6 +128,16 @@ def test_a_service_has_only_the_rights_that_it_needs(name: str) -> None:
     assert all(name.endswith("_FILE") for name in secret)
 
 
+def test_engines_reach_neither_valkey_nor_the_ports_of_nodes() -> None:
+    services = document()["services"]
+    theirs = {one for name in ENGINES for one in services[name]["networks"]}
+    ours = {one for name in ("valkey", "node-a", "node-b") for one in services[name]["networks"]}
+    assert theirs
+    assert ours
+    assert not theirs & ours
+    assert set(services["balancer"]["networks"]) == theirs
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_may_not_write_to_the_folder_of_its_nodes_socket(name: str) -> None:
     (volume,) = Service(name).read_only_mounts

@@ -9,6 +9,7 @@ import re
 import subprocess
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,6 +177,34 @@ def test_valkey_is_that_of_the_compose_file() -> None:
     ours = (ROOT / "deploy/valkey/valkey.conf").read_text()
     kept = "".join(line for line in ours.splitlines(keepends=True) if not line.startswith("#"))
     assert OBJECTS["ConfigMap", "valkey"]["data"]["valkey.conf"] == kept
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "starts"),
+    [
+        (("a", "b"), True),
+        (("replace-me-3", "b"), False),
+        (("a", "replace-me-4"), False),
+        (("a", ""), False),
+    ],
+)
+def test_valkey_starts_with_no_placeholder_as_a_password(
+    tmp_path: Path, words: tuple[str, str], *, starts: bool
+) -> None:
+    for name, word in zip(("store_password", "store_admin_password"), words, strict=True):
+        (tmp_path / name).write_text(word)
+    server = tmp_path / "valkey-server"
+    server.write_text("#!/bin/sh\ncat\n")
+    server.chmod(0o755)
+    (container,) = PODS["valkey"]["containers"]
+    command = [*container["command"], container["args"][0].replace(SECRETS, f"{tmp_path}/")]
+    done = subprocess.run(
+        command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert ("user lookup-buffer on >a " in done.stdout) == starts == (done.returncode == 0)
+    assert ("is empty or a placeholder" in done.stderr) != starts
 
 
 @pytest.fixture

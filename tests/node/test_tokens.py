@@ -132,11 +132,12 @@ def test_a_pipe_listens_beyond_loopback_with_a_token_only(uri: str) -> None:
 
 
 def test_a_device_lane_listens_beyond_loopback_with_a_token_only() -> None:
-    pool: dict[str, Any] = {"pool_bytes": 1 << 20, "host": "0.0.0.0"}
+    pool: dict[str, Any] = {"pool_bytes": 1 << 20, "host": "192.0.2.1"}
     said = error_of(lambda: DeviceLane("gloo", **pool))
     assert "pass token=" in said
     assert "setting" not in said
-    DeviceLane("gloo", **pool, token=GOOD).close()
+    said = error_of(lambda: DeviceLane("gloo", **pool, token=GOOD))
+    assert "cannot listen at 192.0.2.1: Cannot assign" in said, "it tries to"
 
 
 NAMED = "redis://alice@127.0.0.1:1/0"

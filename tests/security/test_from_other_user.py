@@ -1,8 +1,10 @@
 """Another user of the node's host: what he places, listens at, and asks for."""
 
+import fcntl
 import socket
 import stat
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -25,6 +27,7 @@ from nodes import NodeProcess, StartNode, wait_until
 from observing import Stream
 from other_user import NOBODY, OtherUser
 from servers import free_port
+from store import StoreUnavailable, open_store
 
 
 @pytest.fixture
@@ -185,6 +188,13 @@ def test_an_authority_of_another_user_is_not_used(
     assert run("certificates", str(tmp_path), "node-a").returncode == 0  # the control
 
 
+def test_no_authority_is_made_where_others_could_place_theirs_meanwhile(shared: Path) -> None:
+    done = run("certificates", str(shared), "node-a")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "all users may write" in done.stderr
+    assert not list(shared.iterdir())
+
+
 # -- the dashboard
 
 WATCH = """
@@ -223,10 +233,9 @@ def _is_open(node: NodeProcess) -> bool:
 # -- localhost
 
 
-def test_who_listens_at_the_other_address_of_localhost_gets_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """He would pass on the handshake, read the messages and send others."""
+@pytest.fixture
+def two_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """localhost is ::1 and 127.0.0.1, in this order, as on most hosts."""
     ask = socket.getaddrinfo
 
     def as_usual(host: str | bytes, port: int, *args: Any, **options: Any) -> list[Any]:
@@ -235,6 +244,11 @@ def test_who_listens_at_the_other_address_of_localhost_gets_nothing(
         return [found for at in ("::1", "127.0.0.1") for found in ask(at, port, *args, **options)]
 
     monkeypatch.setattr(socket, "getaddrinfo", as_usual)
+
+
+@pytest.mark.usefixtures("two_addresses")
+def test_who_listens_at_the_other_address_of_localhost_gets_nothing() -> None:
+    """He would pass on the handshake, read the messages and send others."""
     with closing(open_pipe("tcp://localhost:0", listen=True, token="t" * 32)) as listening:
         port = int(listening.uri.rpartition(":")[2])
         with socket.create_server(("::1", port), family=socket.AF_INET6) as stranger:
@@ -244,6 +258,27 @@ def test_who_listens_at_the_other_address_of_localhost_gets_nothing(
             stranger.setblocking(False)
             with pytest.raises(BlockingIOError):
                 stranger.accept()
+
+
+@pytest.mark.usefixtures("two_addresses")
+@pytest.mark.parametrize("who", ["store", "pipe"])
+def test_nor_does_he_get_the_password_of_a_server_at_localhost(who: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_server(("::1", port), family=socket.AF_INET6) as stranger:
+            url = f"redis://:secret@localhost:{port}"
+            with pytest.raises((StoreUnavailable, PipeError)):
+                if who == "store":
+                    with open_store(url, call_timeout_seconds=0.2) as store:
+                        store.beats()
+                else:
+                    open_pipe(f"{url}?pipe=p", timeout=0.2)
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.accept()
+        server.settimeout(2.0)
+        with server.accept()[0] as asked:
+            assert b"secret" in asked.recv(1000)
 
 
 # -- Gloo's port
@@ -306,8 +341,9 @@ def test_who_is_first_at_the_port_of_gloo_gets_and_sends_nothing(
     pytest.fail("he was never the first")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_who_comes_to_the_port_of_gloo_later_takes_no_descriptors(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     """Gloo would keep each of his connections, also once he has left."""
     ports, set_address = set(), gloo._ExchangeStore.set
@@ -319,7 +355,8 @@ def test_who_comes_to_the_port_of_gloo_later_takes_no_descriptors(
     monkeypatch.setattr(gloo._ExchangeStore, "set", set_noted)
     tensor = torch.ones(1 << 18)
     with ExitStack() as closing:
-        listening = open_pipe("gloo://127.0.0.1:0", listen=True)
+        shown = f"[{host}]" if ":" in host else host
+        listening = open_pipe(f"gloo://{shown}:0", listen=True)
         closing.callback(listening.abort)
         dialling = open_pipe(listening.uri)
         closing.callback(dialling.abort)
@@ -328,8 +365,26 @@ def test_who_comes_to_the_port_of_gloo_later_takes_no_descriptors(
             assert receiver.recv_tensor(timeout=10.0) is not None
             for port in ports:
                 with pytest.raises(TimeoutError):
-                    socket.create_connection(("127.0.0.1", port), timeout=0.2)
+                    socket.create_connection((host, port), timeout=0.2)
     assert len(ports) == 2
+
+
+def test_only_the_listeners_of_gloo_are_closed(tmp_path: Path) -> None:
+    """Not one of the program at the same port of another address; and its locks on files stay."""
+    file = (tmp_path / "file").open("w")
+    with file, socket.create_server(("127.0.0.2", 0)) as own:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        port = own.getsockname()[1]
+        at = bytes([2, 0]) + port.to_bytes(2, "big") + bytes([127, 0, 0, 1]) + bytes(8)
+        gloo._close_listeners([at])
+        socket.create_connection(own.getsockname(), timeout=2.0).close()
+        probe = (
+            f"import fcntl; fcntl.lockf(open({file.name!r}, 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        )
+        assert subprocess.run([sys.executable, "-c", probe], check=False).returncode
+        gloo._close_listeners([at[:4] + bytes([127, 0, 0, 2])])
+        with pytest.raises(TimeoutError):
+            socket.create_connection(own.getsockname(), timeout=0.2)
 
 
 def _received_over_gloo(sent: torch.Tensor, *, from_listener: bool) -> torch.Tensor | None:

@@ -19,12 +19,14 @@ from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError, MissingTensor, NodeRefused, PipeError, ReadOnly
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.node.links import HANDOFFS, TENSORS, Credentials, dial
+from lookup_buffer.node.links import HANDOFFS, REACHABILITY, TENSORS, Credentials, dial
 from lookup_buffer.node.membership import Identity
-from lookup_buffer.node.peers import LINKS_PER_CLIENT
+from lookup_buffer.node.peers import ITEMS_MAX, LINKS_PER_CLIENT
+from lookup_buffer.node.reachability import LINKS_MAX
 from lookup_buffer.protocol import messages
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import ClaimOutcome
+from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.protocol.tls import READER, Tls
 from node_certificates import Files, settings_of
 from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_until, with_store
@@ -359,6 +361,63 @@ def test_it_fills_only_its_own_places(certified: Files) -> None:
             answer = await asyncio.to_thread(links[-1].recv_header, timeout=5.0)
             assert answer.header["status"] == "ok"
             assert len(bench.server._readers) == LINKS_PER_CLIENT + 1
+        finally:
+            for link in links:
+                link.abort()
+
+    on_a_loop(test, Credentials(None, certified.tls("node-b")))
+
+
+def test_what_it_asks_for_ahead_is_bounded(certified: Files) -> None:
+    """A request may have 1 MiB: its items are long names of nothing. It reads no answer."""
+    name = "k" * 4_000
+
+    async def test(bench: Bench) -> None:
+        credentials = Credentials(None, certified.tls("slow", reader=True))
+        link = await dial(bench.loop, bench.location, bench.endpoint, TENSORS, credentials)
+        big = [NAMESPACE, "k", bench.location.boot, bench.insert("k", 8 * MIB)]
+        with link.framed() as framed:
+
+            async def ask(*items: list[object]) -> None:
+                await asyncio.to_thread(framed.send, {"op": "get", "items": items}, timeout=5.0)
+
+            await ask(big)
+            await until(lambda: bench.pins() == 1)
+            (asker,) = bench.server._readers
+            await ask(*[[NAMESPACE, name, "boot", 1]] * ITEMS_MAX)
+            await until(lambda: len(asker._requests) == 1)
+            await ask([NAMESPACE, name, "boot", 1])
+            await until(lambda: not bench.server._readers)
+            assert bench.counters._totals["protocol_errors"] == 1
+
+    on_a_loop(test, Credentials(None, certified.tls("node-b")))
+
+
+def test_it_takes_no_places_from_others_that_look_whether_they_reach_a_node(
+    certified: Files,
+) -> None:
+    async def test(bench: Bench) -> None:
+        links = []
+
+        async def look(client: str, *, reader: bool) -> FramedSocket:
+            credentials = Credentials(None, certified.tls(client, reader=reader))
+            link = await dial(bench.loop, bench.location, bench.endpoint, REACHABILITY, credentials)
+            links.append(link.framed())
+            return links[-1]
+
+        try:
+            for _ in range(LINKS_MAX):
+                await look("hoarder", reader=True)
+            await until(lambda: len(bench.reachability._links) == LINKS_MAX)
+            asked = await look("another", reader=False)
+            request = {"id": 1, "op": "exchange", "data": b""}
+            await asyncio.to_thread(asked.send, request, timeout=5.0)
+            answer = await asyncio.to_thread(asked.recv_header, timeout=5.0)
+            assert answer.header == {"id": 1}
+            one_more = await look("hoarder", reader=True)
+            with pytest.raises(PipeError):
+                await asyncio.to_thread(one_more.recv_header, timeout=5.0)
+            assert len(bench.reachability._links) == LINKS_MAX
         finally:
             for link in links:
                 link.abort()

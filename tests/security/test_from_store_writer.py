@@ -13,9 +13,10 @@ import torch
 
 from awaited import at_once, awaited
 from command_line import beating, boot_of, publish
+from connectors.settings import parse_settings
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.device.lane import DeviceLane
-from lookup_buffer.errors import MissingTensor, NodeRefused, PipeError
+from lookup_buffer.errors import ConfigError, MissingTensor, NodeRefused, PipeError
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.arena import Arena, Item
 from lookup_buffer.node.invalidations import Invalidations
@@ -28,7 +29,8 @@ from nodes import MIB, StartNode, handoff, key, tensor_of, wait_until, with_stor
 from peer_servers import NAMESPACE, TOKEN, WITH_TOKEN, Bench, answered, on_a_loop
 from proxies import Relay
 from servers import StartServer, command
-from store import NODES_MAX, layout, open_store
+from store import LOCATIONS_MAX, NODES_MAX, layout, open_store
+from store.record_fields import read_record
 
 
 @asynccontextmanager
@@ -186,6 +188,23 @@ def test_nor_is_that_of_a_worker_for_the_pool_of_another_one(*, is_passed_on: bo
         wait_until(lambda: worker.pairs() == pool.pairs() == (0 if is_passed_on else 1), 10.0)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0"])
+def test_a_pool_listens_at_no_address_that_other_hosts_have_too(host: str) -> None:
+    """At 127.0.0.1 of two hosts he could pass on what a worker says to him at the first one."""
+    with pytest.raises(ConfigError, match="one address of this host"):
+        DeviceLane("gloo", pool_bytes=MIB, host=host, token=TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("listen", "lane_host"), [("tcp://0.0.0.0:7", "192.0.2.1"), ("tcp://192.0.2.2:7", "192.0.2.2")]
+)
+def test_nor_do_those_of_workers(tmp_path: Path, listen: str, lane_host: str) -> None:
+    settings = {"listen": listen, "advertise": "tcp://192.0.2.1:7", "device_lane": "gloo"}
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    assert parse_settings({**settings, "token_file": str(token)}).lane_host == lane_host
+
+
 @pytest.mark.parametrize(
     ("purpose", "reason"),
     [
@@ -257,6 +276,19 @@ def test_huge_records_are_misses_and_are_not_kept(
     wait_until(lambda: resident_bytes(node.pid) < before + 100 * MIB, 10.0)
 
 
+def test_of_many_locations_readers_keep_as_many_as_nodes_write() -> None:
+    """A reader tries each, and its mirror keeps them."""
+    fields = {b"v": b"1", b"dtype": b"uint8", b"shape": b"[1]", b"nbytes": b"1", b"kind": b"tensor"}
+    for number in range(40):
+        fields[b"at:n%d" % number] = b"boot:1:%016x" % number
+    for number in range(10):
+        fields[b"on:n%d" % number] = b"1:gloo:00000000:1:000000000000"
+    record = read_record("a" * 64, "k", fields | {b"created": b"1"})
+    assert record is not None
+    assert [at.node for at in record.locations] == ["n0", "n1", "n2", "n3"]
+    assert len(record.locations) == len(record.devices) == LOCATIONS_MAX
+
+
 def test_huge_descriptions_of_nodes_are_not_kept(
     start_node: StartNode, start_server: StartServer
 ) -> None:
@@ -287,6 +319,22 @@ def test_a_node_takes_no_more_nodes_than_a_bound(
     assert node.stats()["nodes_alive"] <= NODES_MAX
     command(url, "DEL", "lb:nodes")
     wait_until(lambda: node.stats()["nodes_alive"] == 1, 90.0)
+
+
+def test_what_a_node_says_when_its_id_is_taken_is_one_line_of_its_log(
+    start_node: StartNode, start_server: StartServer
+) -> None:
+    """By a beat under its id he ends it, and it quotes what he says of the other node."""
+    url = start_server().url
+    node = start_node(store_url=url)
+    with_store(node)
+    described = {"boot": "evil", "endpoint": "tcp://x:1", "host": "h\nforged \x1b[31m"}
+    counts = {"version": "1", "capacity": "1", "used": "1", "items": "1"}
+    hash_set(url, f"lb:node:{node.node_id}", described | counts)
+    hash_set(url, "lb:nodes", {node.node_id: "evil:1"})
+    wait_until(lambda: "took this id over" in node.log_text(), 30.0)
+    (line,) = [line for line in node.log_text().splitlines() if "boot evil" in line]
+    assert r"on host h\nforged \x1b[31m took this id over" in line
 
 
 class CountingArena(Arena):

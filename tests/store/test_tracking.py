@@ -1,7 +1,9 @@
 """A tracked connection whose server hangs: one request times out, later ones fail at once."""
 
+import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -70,6 +72,25 @@ def test_a_cut_connection_is_retried_after_the_pause(
             kill_tracked(valkey_server.url)
             wait_until(lambda: not mirroring.knows(namespace, "k"), 1.0, "it is noticed")
             time.sleep(tracking.PAUSE_SECONDS_MIN + 0.05)
+
+
+def test_garbled_pushes_end_the_connection_and_are_reported_once(
+    relay: Relay, namespace: str
+) -> None:
+    """Who is between a node and its server could fill the disk with what a node logs of each."""
+    push = b">2\r\n$10\r\ninvalidate\r\n*1\r\n*0\r\n"
+    with Mirroring(f"redis://127.0.0.1:{relay.port}") as mirroring:
+        for _ in range(3):
+            wait_until(lambda: mirroring.has(namespace, "k") is False, 5.0)
+            for end in list(relay._sockets):
+                with suppress(OSError):
+                    if end.family == socket.AF_INET:
+                        end.sendall(1000 * push)
+            wait_until(lambda: not mirroring.knows(namespace, "k"), 5.0, "it is noticed")
+        wait_until(lambda: mirroring.has(namespace, "k") is False, 5.0, "it is used again")
+        (failure,) = mirroring.failures
+        mirroring.failures.clear()
+    assert "unhashable" in str(failure)
 
 
 def test_it_reconnects_in_the_background_one_attempt_at_a_time(
