@@ -10,7 +10,7 @@ rate and losses; needs root, /dev/net/tun and a C compiler. In interleaved round
 Both have been used before the first round, and rest between rounds for as long as the other one is
 measured. Without `--matrix`: 400 items of 256 KiB and one of 64 MiB, at a round trip of 10 ms, in
 about a minute. With it: 64 items of 256 KiB and one of 16 MiB, by round trip, rate and loss, in
-about a quarter of an hour; `benchmarks.draw` draws that.
+about 20 minutes; `benchmarks.draw` draws that.
 
     python -m benchmarks.network [--rounds 7] [--round-trip 10] [--matrix]
 """
@@ -25,7 +25,7 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -148,13 +148,9 @@ def measure(
     network: Network,
     clients: tuple[LookupBuffer, LookupBuffer],
     bare: Connection,
-    way: Way,
     load: Load,
     rounds: int,
 ) -> dict[str, Any]:
-    network.set_both(
-        "a", "b", delay=way.round_trip_ms / 2, rate=way.megabits, loss=way.loss_percent
-    )
     outs = [torch.ones(load.nbytes, dtype=torch.uint8) for _ in range(load.items)]
     ours, theirs = [], []
     for number in range(rounds + 1):
@@ -166,7 +162,6 @@ def measure(
             theirs.append(took_bare)
     pairs = list(zip(ours, theirs, strict=True))
     return {
-        **way._asdict(),
         **load._asdict(),
         "ours_ms": round(statistics.median(ours) * 1e3, 1),
         "bare_ms": round(statistics.median(theirs) * 1e3, 1),
@@ -174,6 +169,22 @@ def measure(
         "speed_over_bare": round(statistics.median(other / own for own, other in pairs), 2),
         "all_ms": [[round(own * 1e3, 1), round(other * 1e3, 1)] for own, other in pairs],
     }
+
+
+def measure_way(way: Way, loads: Sequence[Load], rounds: int) -> Iterator[dict[str, Any]]:
+    """On hosts and nodes of its own: nodes remember for a while how far another one is."""
+    network = Network(["a", "b"])
+    try:
+        network.set_both(
+            "a", "b", delay=way.round_trip_ms / 2, rate=way.megabits, loss=way.loss_percent
+        )
+        a = network.node("a", capacity_bytes=CAPACITY_BYTES)
+        b = network.node("b", capacity_bytes=CAPACITY_BYTES)
+        with a.client() as holder, b.client() as reader, bare_reader(network) as bare:
+            for load in loads:
+                yield {**way._asdict(), **measure(network, (holder, reader), bare, load, rounds)}
+    finally:
+        network.close()
 
 
 def main() -> None:
@@ -186,19 +197,11 @@ def main() -> None:
         sys.exit(f"no simulated network: {reason}")
     ways = MATRIX_WAYS if arguments.matrix else (Way(arguments.round_trip),)
     loads = MATRIX_LOADS if arguments.matrix else QUICK
-    network = Network(["a", "b"])
     results = []
-    try:
-        a = network.node("a", capacity_bytes=CAPACITY_BYTES)
-        b = network.node("b", capacity_bytes=CAPACITY_BYTES)
-        with a.client() as holder, b.client() as reader, bare_reader(network) as bare:
-            for way in ways:
-                for load in loads:
-                    result = measure(network, (holder, reader), bare, way, load, arguments.rounds)
-                    results.append(result)
-                    print(json.dumps(result), file=sys.stderr, flush=True)
-    finally:
-        network.close()
+    for way in ways:
+        for result in measure_way(way, loads, arguments.rounds):
+            results.append(result)
+            print(json.dumps(result), file=sys.stderr, flush=True)
     json.dump({"benchmark": "network", "results": results}, sys.stdout, indent=1)
     sys.stdout.write("\n")
 
