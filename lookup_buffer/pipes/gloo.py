@@ -330,19 +330,22 @@ def _have_same_form(theirs: bytes, ours: bytes) -> bool:
 def _form(value: bytes) -> tuple[int, bytes, int]:
     """Length of the address, its family, and length of the rest; or the length of the whole
     value."""
-    at = _LENGTH_BYTES + _length_at(value, 0)
-    nbytes = _length_at(value, at)
-    at += _LENGTH_BYTES
-    if at + nbytes > len(value):
+    start, stop = _address_bounds(value)
+    if stop > len(value):
         return len(value), b"", 0
-    return nbytes, value[at : at + _FAMILY_BYTES], len(value) - at - nbytes
+    return stop - start, value[start : start + _FAMILY_BYTES], len(value) - stop
 
 
 def _address_in(value: bytes) -> bytes:
+    start, stop = _address_bounds(value)
+    return value[start:stop]
+
+
+def _address_bounds(value: bytes) -> tuple[int, int]:
+    """Where the address begins and ends, which may be past the end of the value."""
     at = _LENGTH_BYTES + _length_at(value, 0)
-    nbytes = _length_at(value, at)
-    at += _LENGTH_BYTES
-    return value[at : at + nbytes]
+    start = at + _LENGTH_BYTES
+    return start, start + _length_at(value, at)
 
 
 def _close_listeners(addresses: Sequence[bytes]) -> None:

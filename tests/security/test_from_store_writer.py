@@ -289,6 +289,13 @@ def test_of_many_locations_readers_keep_as_many_as_nodes_write() -> None:
     assert len(record.locations) == len(record.devices) == LOCATIONS_MAX
 
 
+def describe(url: str, node: str, **described: str) -> None:
+    """Write a description and a beat of a node, as its boot would."""
+    others = dict.fromkeys(("version", "capacity", "used", "items"), "1")
+    hash_set(url, f"lb:node:{node}", described | others)
+    hash_set(url, "lb:nodes", {node: f"{described['boot']}:1"})
+
+
 def test_huge_descriptions_of_nodes_are_not_kept(
     start_node: StartNode, start_server: StartServer
 ) -> None:
@@ -296,11 +303,8 @@ def test_huge_descriptions_of_nodes_are_not_kept(
     node = start_node(store_url=url)
     with_store(node)
     before = resident_bytes(node.pid)
-    counts = {"capacity": "1", "used": "1", "items": "1"}
     for number in range(4):
-        described = {"boot": boot_of("g"), "endpoint": huge, "host": "h", "version": "1"}
-        hash_set(url, f"lb:node:ghost-{number}", described | counts)
-        hash_set(url, "lb:nodes", {f"ghost-{number}": f"{boot_of('g')}:1"})
+        describe(url, f"ghost-{number}", boot=boot_of("g"), endpoint=huge, host="h")
         wait_until(lambda: node.stats()["nodes_alive"] == 2, 30.0, "it has read the description")
         command(url, "DEL", f"lb:node:ghost-{number}")
         command(url, "HDEL", "lb:nodes", f"ghost-{number}")
@@ -328,10 +332,7 @@ def test_what_a_node_says_when_its_id_is_taken_is_one_line_of_its_log(
     url = start_server().url
     node = start_node(store_url=url)
     with_store(node)
-    described = {"boot": "evil", "endpoint": "tcp://x:1", "host": "h\nforged \x1b[31m"}
-    counts = {"version": "1", "capacity": "1", "used": "1", "items": "1"}
-    hash_set(url, f"lb:node:{node.node_id}", described | counts)
-    hash_set(url, "lb:nodes", {node.node_id: "evil:1"})
+    describe(url, node.node_id, boot="evil", endpoint="tcp://x:1", host="h\nforged \x1b[31m")
     wait_until(lambda: "took this id over" in node.log_text(), 30.0)
     (line,) = [line for line in node.log_text().splitlines() if "boot evil" in line]
     assert r"on host h\nforged \x1b[31m took this id over" in line
