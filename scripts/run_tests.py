@@ -99,7 +99,7 @@ def stages_of(command: str, commit: str, names: Sequence[str] = ()) -> list[Stag
         # What needs only this process beside what starts others, most of which waits: for a lease,
         # a timeout, the detection of a dead node. In one stage, since each of its workers imports
         # all test files: 80 s of processor time.
-        Stage("without vLLM", 1020, pytest("-m", USUAL, *apart, workers=5)),
+        Stage("without vLLM", 1020, pytest("-m", USUAL, *apart, workers=8)),
         Stage("vLLM", 1200, pytest("-m", f"processes and {USUAL}", *IMPORT_VLLM, workers=2)),
         Stage("alone", 240, pytest("-m", "alone and not gpu and not part", *marked_alone())),
     ]
