@@ -144,10 +144,6 @@ class Authority:
             raise CommandError(f"{key} does not belong to {certificate}", ExitCode.FOUND)
         return cls(read, private)
 
-    @property
-    def pem(self) -> bytes:
-        return _pem(self._certificate)
-
     def check_lasts(self, valid: datetime.timedelta) -> None:
         """Raises CommandError: it expires before a certificate would that is made now."""
         until = self._certificate.not_valid_after_utc

@@ -81,8 +81,6 @@ class Answer(NamedTuple):
 
 
 Tell = Callable[[Fields], None]
-Request = Callable[..., Coroutine[Any, Any, None]]
-"""Of a session, its first argument."""
 Reply = ClaimAnswer | bool | None
 """To a claim, or whether what is released still existed; None if the store was not reached, or
 cannot decide."""
@@ -296,7 +294,7 @@ class Claims:
         turns = self._sessions[session]
         task: asyncio.Task[None] | None = None
         if not self.read_only and request.id not in turns.sets:
-            task = self._start(session, request.keys, self._claim_all, request, tell)
+            task = self._start(session, request.keys, self._claim_all(session, request, tell))
         if task is None:
             tell(_event(Answer(ClaimOutcome.FAILED)))
         else:
@@ -310,7 +308,9 @@ class Claims:
             seconds = request.lease_seconds
             addresses -= {each for each in addresses if self._promise(session, each, seconds)}
         if addresses:
-            self._start(session, request.keys, self._encode, addresses, request.lease_seconds)
+            self._start(
+                session, request.keys, self._encode(session, addresses, request.lease_seconds)
+            )
 
     def unclaim(self, session: Session, request: Unclaim) -> None:
         """End a wait, and release claims that the engine no longer needs."""
@@ -321,20 +321,20 @@ class Claims:
         if self.is_idle(session):
             self._release(session, addresses)
         elif addresses:
-            self._start(session, request.keys, self._unclaim, addresses)
+            self._start(session, request.keys, self._unclaim(session, addresses))
 
     async def _unclaim(self, session: Session, addresses: Sequence[QualifiedKey]) -> None:
         async with self._sessions[session].turn:
             self._release(session, addresses)
 
     def _start(
-        self, session: Session, keys: Sequence[str], request: Request, *args: Any
+        self, session: Session, keys: Sequence[str], request: Coroutine[Any, Any, None]
     ) -> asyncio.Task[None] | None:
         """Start a request which, from now on, has its turn or waits for it. None if it is dropped,
         since too many wait: leases end its claims."""
         task, active = None, self._sessions[session].active
         with suppress(BufferFull):
-            task = session.start(request(session, *args), keys=keys)
+            task = session.start(request, keys=keys)
         if task is not None:
             active.add(task)
             task.add_done_callback(active.discard)
@@ -356,7 +356,9 @@ class Claims:
         return True
 
     def _keep_promise(self, claim: HeldClaim, lease_seconds: float) -> None:
-        self._start(claim.session, (), self._encode, [claim.address], lease_seconds, claim)
+        self._start(
+            claim.session, (), self._encode(claim.session, [claim.address], lease_seconds, claim)
+        )
 
     async def _encode(
         self,
