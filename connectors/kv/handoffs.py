@@ -21,6 +21,7 @@ from connectors.kv.chunks import key_of
 from connectors.kv.metadata import ChunkLoad, ChunkSave, RequestLoad
 from lookup_buffer.errors import InvalidKey
 from lookup_buffer.key import TensorKey
+from lookup_buffer.times import NODE_SHARE
 
 if TYPE_CHECKING:
     from connectors.kv.chunks import ChunkChain
@@ -30,8 +31,11 @@ if TYPE_CHECKING:
 
 ID_CHARACTERS_MAX: Final = 256
 CHECK_SECONDS: Final = 1e-3
-"""How long one check for the end of a hand-off may block."""
-CHECK_INTERVAL_SECONDS: Final = 5e-3
+CHECK_SECONDS_MAX: Final = 64e-3
+"""How long one check for the end of a hand-off may block: at first, and twice as long after each
+that a busy node or a far store did not answer in time."""
+CHECKS_APART: Final = 5
+"""Between two checks of a request is so many times what one may take."""
 
 
 class Handoffs:
@@ -51,6 +55,7 @@ class Handoffs:
         self._shape = shape
         self._counters = counters
         self._clock = clock
+        self._check_seconds = CHECK_SECONDS
 
     def incoming_tokens(self, state: "KvRequest", computed: int) -> int | None:
         """How many tokens beyond the first `computed` the hand-off delivers.
@@ -67,8 +72,8 @@ class Handoffs:
             # The producer stores the last piece last: if it is there, all are.
             last = piece_names(state.chain, state.request)[-1]
             keys = [key_of(last, rank, state.incoming) for rank in range(self._shape.ranks)]
-            state.has_arrived = all(self._buffer.has_caches(keys, timeout=CHECK_SECONDS))
-            state.next_check = self._clock() + CHECK_INTERVAL_SECONDS
+            state.has_arrived = self._has(keys)
+            state.next_check = self._clock() + CHECKS_APART * self._check_seconds
         if left > 0 and state.has_arrived:
             return left
         if left > 0 and now < state.deadline:
@@ -76,6 +81,15 @@ class Handoffs:
         self._counters.add("miss:not_handed_over")
         state.incoming, state.deadline = "", 0.0
         return None
+
+    def _has(self, keys: list[TensorKey]) -> bool:
+        """Whether the buffer has all of them, as far as it says so in time."""
+        bound, started = self._check_seconds, self._clock()
+        found = all(self._buffer.has_caches(keys, timeout=bound))
+        took = self._clock() - started
+        longer = 2 * bound if took >= NODE_SHARE * bound else 2 * took
+        self._check_seconds = min(max(longer, CHECK_SECONDS), CHECK_SECONDS_MAX)
+        return found
 
     def load(self, state: "KvRequest") -> RequestLoad:
         """The load of a hand-off, after vLLM has allocated blocks. It takes every piece out of the

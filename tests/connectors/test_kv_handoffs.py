@@ -1,15 +1,29 @@
 """Hand-offs by a transfer id: which requests they concern, and what becomes of each. No engine."""
 
+import time
+from collections.abc import Sequence
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from connector_standins import Stored
+from connector_standins import LedgerBuffer, Stored
 from connectors.identifiers import Adapters
-from connectors.kv.chunks import ChunkChain
-from connectors.kv.handoffs import incoming_id, outgoing_id, piece_names, transfer_params
+from connectors.kv.chunks import ChunkChain, key_of
+from connectors.kv.handoffs import (
+    CHECKS_APART,
+    incoming_id,
+    outgoing_id,
+    piece_names,
+    transfer_params,
+)
 from connectors.kv.metadata import KvWorkerReport
+from lookup_buffer.key import TensorKey
+from nodes import StartNode, wait_until
+from proxies import Relay
+from servers import StartServer
 from test_kv_scheduler import BLOCK, CHUNK, Engine, Request
 
 PROMPT = 2 * CHUNK + BLOCK + 1
@@ -109,6 +123,33 @@ def test_the_node_gets_no_unnecessary_requests() -> None:
     assert len(engine.buffer.calls) <= 11
 
 
+@pytest.mark.parametrize("node_seconds", [0.0005, 0.003, 0.05])
+def test_a_node_that_needs_its_time_is_given_it(node_seconds: float) -> None:
+    """And vLLM's scheduler waits for it a sixth of the time at most."""
+    waited = 0.0
+
+    class SlowBuffer(LedgerBuffer):
+        def has_caches(self, keys: Sequence[TensorKey], *, timeout: float = 0.05) -> list[bool]:
+            nonlocal waited
+            took = min(timeout, node_seconds)
+            waited, clock.now = waited + took, clock.now + took
+            found = super().has_caches(keys, timeout=timeout)
+            return [there and timeout > node_seconds for there in found]
+
+    engine = Engine(role="consumer", behind_router=True, buffer=SlowBuffer())
+    clock = engine.clock
+    asked, began = request(**transfer_params("id")), clock.now
+    for _ in range(1000):
+        assert engine.side.matched(asked, 0) == (None, False)
+        clock.now += 0.001
+    assert waited < (clock.now - began) / CHECKS_APART
+    handed_over(engine, asked)
+    arrived = clock.now
+    while engine.side.matched(asked, 0) == (None, False):
+        clock.now += 0.001
+    assert clock.now - arrived < 0.5
+
+
 def test_after_a_piece_was_lost_the_prompt_is_computed() -> None:
     engine = Engine(role="consumer", behind_router=True)
     asked = request(**transfer_params("id"))
@@ -153,3 +194,28 @@ def test_the_last_partial_chunk_is_named_by_the_whole_prompt() -> None:
     others = [tokens[:-1], [9, *tokens[1:]], [*tokens[:-1], 9], tokens[:CHUNK], tokens[:3]]
     assert len({rest(each) for each in [tokens, *others]}) == 6
     assert rest(tokens) == rest(list(tokens))
+
+
+@pytest.mark.parametrize("mirror", [True, False])
+def test_a_hand_off_is_seen_over_a_store_that_is_far_away(
+    start_server: StartServer, start_node: StartNode, mirror: bool
+) -> None:
+    server, asked = start_server(), request(**transfer_params("id"))
+    with closing(Relay()) as relay:
+        relay.connect_to(str(server.directory / "server.sock"))
+        far = start_node(store_url=f"redis://127.0.0.1:{relay.port}", mirror=mirror)
+        near = start_node(store_url=server.url)
+        wait_until(lambda: far.stats()["nodes_alive"] == 2, 10.0, "they know each other")
+        relay.delay(0.02)
+        with far.client() as here, near.client() as there:
+            for name in piece_names(ChunkChain(asked, CHUNK, Adapters()), asked):
+                there.insert(key_of(name, 0, "id"), torch.ones(3))
+            engine = Engine(
+                role="consumer",
+                behind_router=True,
+                client_over=lambda _: here,
+                clock=time.monotonic,
+                handoff_wait_seconds=60.0,
+            )
+            wait_until(lambda: engine.side.matched(asked, 0)[0] is not None, 5.0, "it is seen")
+            assert engine.side.matched(asked, 0) == (PROMPT, True)

@@ -46,9 +46,12 @@ class Engine:
         ranks: int = 1,
         role: str = "both",
         client_over: Callable[[LedgerBuffer], Any] = lambda buffer: buffer,
+        clock: Callable[[], float] | None = None,
+        buffer: LedgerBuffer | None = None,
         **settings: Any,
     ) -> None:
-        self.buffer = LedgerBuffer()
+        """`clock`: the real one for a real buffer; else `self.clock`, which stands still."""
+        self.buffer = buffer or LedgerBuffer()
         self.clock = Clock()
         self._block = 0
         shape = KvShape(
@@ -64,7 +67,7 @@ class Engine:
             client_over(self.buffer),
             KvSettings(**settings),
             shape,
-            clock=self.clock,
+            clock=clock or self.clock,
         )
 
     def know(self, request: Request, chunks: Iterable[int], **stored: Any) -> None:

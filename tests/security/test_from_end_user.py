@@ -4,6 +4,7 @@ vLLM passes `kv_transfer_params` from the body to the connector. By them an end 
 prompts' KV kept for an engine that never comes, or take what was handed to another.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -69,7 +70,7 @@ def test_kv_is_not_kept_for_an_engine_that_never_comes(
     node: NodeProcess, buffer: LookupBuffer, rank: Rank, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is stored for all instances as usual, where it can be evicted."""
-    engine = Engine(client_over=lambda _: buffer)
+    engine = Engine(client_over=lambda _: buffer, clock=time.monotonic)
     for number in range(PROMPTS):
         answered = serve(engine, rank, f"r{number}", number, KEPT)
         assert answered is None
@@ -84,10 +85,10 @@ def test_kv_is_not_kept_for_an_engine_that_never_comes(
 def test_what_was_handed_to_another_is_not_taken(buffer: LookupBuffer, rank: Rank) -> None:
     """Nor waited for, however well he knows the id and the prompt."""
     params = transfer_params("known")
-    sender = Engine(client_over=lambda _: buffer, behind_router=True)
+    sender = Engine(client_over=lambda _: buffer, clock=time.monotonic, behind_router=True)
     sent = serve(sender, rank, "sent", 1, {**KEPT, "transfer_id": "known"})
     assert sent == params
-    engine = Engine(client_over=lambda _: buffer)
+    engine = Engine(client_over=lambda _: buffer, clock=time.monotonic)
     stolen = Request("stolen", PROMPT, 1)
     stolen.kv_transfer_params = params
     assert decided(engine, stolen) == (0, False)
@@ -96,7 +97,7 @@ def test_what_was_handed_to_another_is_not_taken(buffer: LookupBuffer, rank: Ran
 
 def test_a_router_may_do_both(node: NodeProcess, buffer: LookupBuffer, rank: Rank) -> None:
     """The control of the tests before."""
-    engine = Engine(client_over=lambda _: buffer, behind_router=True)
+    engine = Engine(client_over=lambda _: buffer, clock=time.monotonic, behind_router=True)
     params = serve(engine, rank, "sent", 7, KEPT)
     assert node.stats()["handoff_bytes"] > 0
     taken = Request("taken", PROMPT, 7)
