@@ -139,9 +139,9 @@ class SchedulerClient:
         if self._namespace:  # otherwise no claim was ever taken
             self._buffer.unclaim(keys, waiter)
 
-    def release(self, held: PrefetchHandle | LoadOrder) -> None:
-        if isinstance(held, LoadOrder) or held.reason not in _REASONS:
-            self._buffer.release(held)
+    def release(self, *held: PrefetchHandle | LoadOrder) -> None:
+        ours = [one for one in held if isinstance(one, LoadOrder) or one.reason not in _REASONS]
+        self._buffer.release(*ours)
 
     @property
     def boot(self) -> str:

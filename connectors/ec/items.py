@@ -124,16 +124,12 @@ class PinTable:
         return self._waiting.get(identifier)
 
     def is_resident(self, pin: Pin) -> bool:
-        """Whether the bytes are in the arena that is mapped now.
+        """Whether the bytes are pinned in the node's arena.
 
-        The arena of a lost node stays mapped for a while, so dispatched loads still succeed. A
-        waiting pin may wait longer than that.
+        After the loss of the session dispatched loads still succeed for a while. A waiting pin may
+        wait longer than that, so its handle fails then.
         """
-        handle = pin.handle
-        order = handle.order
-        if handle.state is not PrefetchState.RESIDENT or order is None:
-            return False
-        return self._is_mapped(order)
+        return pin.handle.state is PrefetchState.RESIDENT and pin.handle.order is not None
 
     def misfit_reason(
         self, pin: Pin, num_embeds: int | None, *, any_float: bool = False
@@ -148,8 +144,6 @@ class PinTable:
         handle = pin.handle
         if handle.state is not PrefetchState.RESIDENT or handle.order is None:
             return handle.reason or MissReason.ABSENT
-        if not self._is_mapped(handle.order):
-            return MissReason.NODE_DOWN
         if num_embeds not in (None, pin.rows):
             return MissReason.SHAPE
         return self._outputs.misfit(handle.order.header, pin.modalities, any_float=any_float)
@@ -168,9 +162,6 @@ class PinTable:
         for pin in held:
             self.promise(pin)
         return True
-
-    def _is_mapped(self, order: "LoadOrder") -> bool:
-        return bool(order.boot == getattr(self._buffer, "boot", order.boot))
 
     def may_arrive(self, identifier: str) -> bool:
         """Whether the bytes are resident or in flight, so that no new prefetch is needed."""

@@ -13,7 +13,8 @@ thread, and calls only the buffer's `has_caches`.
 """
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from connectors.counters import Counters
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
 ID_CHARACTERS_MAX: Final = 256
 CHECK_SECONDS: Final = 1e-3
 CHECK_SECONDS_MAX: Final = 64e-3
-"""How long one check for the end of a hand-off may block: at first, and twice as long after each
+"""How long one check for the end of hand-offs may block: at first, and twice as long after each
 that a busy node or a far store did not answer in time."""
 CHECKS_APART: Final = 5
-"""Between two checks of a request is so many times what one may take."""
+"""Between two checks, each for all requests that wait, is so many times what one may take."""
+LOADED_MAX: Final = 1024
+"""So many transfers are remembered whose load has ended. A request for one does not wait for it."""
 
 
 class Handoffs:
@@ -56,46 +59,90 @@ class Handoffs:
         self._counters = counters
         self._clock = clock
         self._check_seconds = CHECK_SECONDS
+        self._next_check = 0.0
+        self._awaited: dict[KvRequest, list[TensorKey]] = {}
+        """The keys of the last pieces, by the request that waits for them."""
+        self._takers: dict[str, KvRequest] = {}
+        """By transfer id: the request that loads it. Others wait for what becomes of it."""
+        self._loading: dict[str, str] = {}
+        """The transfer ids of the loads that have begun, by request id."""
+        self._loaded: OrderedDict[str, None] = OrderedDict()
 
     def incoming_tokens(self, state: "KvRequest", computed: int) -> int | None:
         """How many tokens beyond the first `computed` the hand-off delivers.
 
         0: not known yet, call again. None: the request proceeds without the hand-off, because
-        nothing is left to load or `handoff_wait_seconds` have passed.
+        nothing is left to load, another request has taken it, or `handoff_wait_seconds` have
+        passed.
         """
-        assert state.chain is not None
         left = int(state.request.num_prompt_tokens) - computed
-        now = self._clock()
-        if not state.deadline:
-            state.deadline = now + self._wait_seconds
-        if left > 0 and not state.has_arrived and now >= state.next_check:
-            # The producer stores the last piece last: if it is there, all are.
-            last = piece_names(state.chain, state.request)[-1]
-            keys = [key_of(last, rank, state.incoming) for rank in range(self._shape.ranks)]
-            state.has_arrived = self._has(keys)
-            state.next_check = self._clock() + CHECKS_APART * self._check_seconds
-        if left > 0 and state.has_arrived:
-            return left
-        if left > 0 and now < state.deadline:
-            return 0
+        if left > 0:
+            now = self._clock()
+            if not state.deadline:
+                state.deadline = now + self._wait_seconds
+            if self._takers.get(state.incoming, state) is state:
+                self._await(state)
+                if state.has_arrived:
+                    self._takers[state.incoming] = state
+                    return left
+            is_taken = state.has_arrived is False and state.incoming in self._loaded
+            if now < state.deadline and not is_taken:
+                return 0
         self._counters.add("miss:not_handed_over")
+        self.forget(state)
         state.incoming, state.deadline = "", 0.0
         return None
 
-    def _has(self, keys: list[TensorKey]) -> bool:
-        """Whether the buffer has all of them, as far as it says so in time."""
+    def _await(self, state: "KvRequest") -> None:
+        """Check what is awaited, with what `state` awaits, if it is time to."""
+        if state not in self._awaited:
+            assert state.chain is not None
+            # The producer stores the last piece last: if it is there, all are.
+            last = piece_names(state.chain, state.request)[-1]
+            keys = [key_of(last, rank, state.incoming) for rank in range(self._shape.ranks)]
+            self._awaited[state] = keys
+        if not state.has_arrived and self._clock() >= self._next_check:
+            self._check([one for one in self._awaited if not one.has_arrived])
+            self._next_check = self._clock() + CHECKS_APART * self._check_seconds
+
+    def _check(self, states: "Sequence[KvRequest]") -> None:
+        keys = [key for state in states for key in self._awaited[state]]
         bound, started = self._check_seconds, self._clock()
-        found = all(self._buffer.has_caches(keys, timeout=bound))
+        found = self._buffer.has_caches(keys, timeout=bound)
         took = self._clock() - started
         longer = 2 * bound if took >= NODE_SHARE * bound else 2 * took
         self._check_seconds = min(max(longer, CHECK_SECONDS), CHECK_SECONDS_MAX)
-        return found
+        ranks = self._shape.ranks
+        for index, state in enumerate(states):
+            state.has_arrived = all(found[index * ranks : (index + 1) * ranks])
+
+    def forget(self, state: "KvRequest") -> None:
+        """The request has ended, or no longer waits for its hand-off."""
+        self._awaited.pop(state, None)
+        if self._takers.get(state.incoming) is state:
+            del self._takers[state.incoming]
+
+    def load_ended(self, request_id: str) -> None:
+        """Of whatever a request loaded. Others that wait for the same hand-off find out whether
+        there is another one."""
+        transfer = self._loading.pop(request_id, "")
+        if not transfer:
+            return
+        self._takers.pop(transfer, None)
+        self._loaded[transfer] = None
+        if len(self._loaded) > LOADED_MAX:
+            self._loaded.popitem(last=False)
+        for state in self._awaited:
+            if state.incoming == transfer:
+                state.has_arrived = None
 
     def load(self, state: "KvRequest") -> RequestLoad:
         """The load of a hand-off, after vLLM has allocated blocks. It takes every piece out of the
         buffer, also those whose blocks vLLM has already."""
         assert state.chain is not None
         transfer, state.incoming, state.deadline = state.incoming, "", 0.0
+        self._awaited.pop(state, None)
+        self._loading[state.request.request_id] = transfer
         known = state.computed // self._shape.block_size
         chunks = []
         for name, begin, stop in self._spans(state):

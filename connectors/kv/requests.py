@@ -3,6 +3,7 @@
 Both `scheduler.py` and `handoffs.py` work on it, in vLLM's scheduler thread.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +65,8 @@ class KvRequest:
     deadline: float = 0.0
     """Until when it may wait for chunks in flight, for the budget of pins, or for its hand-off; 0
     before it waits."""
-    next_check: float = 0.0
-    """When to check again whether the hand-off is complete."""
+    look_again_at: float = math.inf
+    """When to request the chunks again that were not there, if vLLM still has no room for it."""
     computed: int = 0
     """Tokens that vLLM had computed at its last call of `matched`."""
     loading: bool = False
@@ -80,7 +81,7 @@ class KvRequest:
     """The saves of the outgoing hand-off are in a step's metadata."""
     incoming: str = ""
     """The transfer id of the hand-off to this engine, until that is loaded or abandoned."""
-    has_arrived: bool = False
-    """All pieces of the incoming hand-off are in the buffer."""
+    has_arrived: bool | None = None
+    """Whether all pieces of the incoming hand-off are in the buffer; None: not looked yet."""
     stored: int = 0
     """The number of its leading chunks that are in the buffer or need not be stored."""

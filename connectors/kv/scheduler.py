@@ -9,10 +9,11 @@ gets `UNDECIDED` and calls again, for a bounded time. Pins work as in `ec.items`
 has one run of chunks.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from connectors.counters import Counters, RateLimitedLog
 from connectors.identifiers import Adapters, NotShareable
@@ -42,6 +43,8 @@ asynchronously."""
 NO_MATCH: Match = (0, False)
 UNDECIDED: Match = (None, False)
 """vLLM calls again in a later pass."""
+LOOK_AGAIN_SECONDS: Final = 1.0
+"""A request for which vLLM has no room so long may find chunks that were not there before."""
 
 
 class KvScheduler:
@@ -93,13 +96,18 @@ class KvScheduler:
                 return (tokens, True) if tokens else UNDECIDED
         if computed < state.first * self._shape.chunk_tokens:
             self._reset_pins(state)
+        if self._pins.are_lost(state):
+            self._pins.release(state)
+        if (now := self._clock()) >= state.look_again_at:
+            state.is_requested, state.look_again_at = False, now + LOOK_AGAIN_SECONDS
         if not state.is_requested and not self._request_chunks(state, computed):
             return UNDECIDED if self._may_wait(state) else NO_MATCH
         present, settled = self._pins.present(state)
         if not settled and self._may_wait(state):
             self._pins.wait_for(state.pins[present])
             return UNDECIDED
-        self._pins.keep_only(state, present)
+        if self._pins.keep_only(state, present) and state.look_again_at == math.inf:
+            state.look_again_at = now + LOOK_AGAIN_SECONDS
         tokens = (state.first + present) * self._shape.chunk_tokens - computed
         return (tokens, True) if tokens > 0 and present else NO_MATCH
 
@@ -132,16 +140,17 @@ class KvScheduler:
             )
 
     def _request_chunks(self, state: KvRequest, computed: int) -> bool:
-        """Request the chunks that a request lacks, as many as the budget allows; False if it allows
-        none."""
+        """Request the chunks that a request lacks, as many as the budget allows; False if it has
+        none, and the budget allows none."""
         assert state.chain is not None
         tokens = state.request.all_token_ids
         size = self._shape.chunk_tokens
         # vLLM must compute at least one token, to sample the next one.
         last = (len(tokens) - 1) // size
-        state.first = computed // size
-        wanted = state.chain.grow(tokens, last)[state.first :]
-        return self._pins.request(state, wanted)
+        if not state.pins:
+            state.first = computed // size
+        wanted = state.chain.grow(tokens, last)[state.first + len(state.pins) :]
+        return self._pins.request(state, wanted) or bool(state.pins)
 
     def _reset_pins(self, state: KvRequest) -> None:
         """Release the pins, so that `_request_chunks` can start at an earlier chunk. The deadline
@@ -271,6 +280,7 @@ class KvScheduler:
                 if state is not None:
                     state.failed = True
         for request_id in loaded:
+            self._handoffs.load_ended(request_id)
             state = self._ended.pop(request_id, None) or self._requests.get(request_id)
             if state is not None:
                 self._pins.release(state)
@@ -284,6 +294,7 @@ class KvScheduler:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return None
+        self._handoffs.forget(state)
         if state.loading:
             self._ended[request.request_id] = state
         else:
@@ -323,14 +334,14 @@ class KvPins:
         self._held_bytes = 0
 
     def request(self, state: KvRequest, names: Sequence[str]) -> bool:
-        """Request these chunks, as many as the budget allows; False if it allows none."""
+        """Request these chunks, as many as the budget allows; False if it allows none now."""
         free = (self._budget_bytes - self._held_bytes) // self._shape.chunk_bytes
-        if names and free < 1:
+        if names and free < 1 and self._held_bytes:
             return False
         if len(names) > free:
             self._counters.add(MissReason.OVER_BUDGET.value)
         state.is_requested = True
-        if names:
+        if names[:free]:
             self._prefetch(state, names[:free])
         return True
 
@@ -340,11 +351,16 @@ class KvPins:
         handles = self._times.first_sights.spend_on(
             lambda seconds: self._buffer.prefetch(keys, timeout=seconds)
         )
-        state.pins = [
+        state.pins += [
             ChunkPin(name, handles[index * ranks : (index + 1) * ranks])
             for index, name in enumerate(names)
         ]
         self._held_bytes += len(names) * self._shape.chunk_bytes
+
+    def are_lost(self, state: KvRequest) -> bool:
+        """Whether the pins that were there ended with the session with the node. All end at once,
+        and what is written in their place would be loaded."""
+        return state.present > 0 and state.pins[0].state is not PrefetchState.RESIDENT
 
     def present(self, state: KvRequest) -> tuple[int, bool]:
         """The number of chunks in one run on this host, and whether it is final."""
@@ -365,31 +381,31 @@ class KvPins:
             if handle.state is PrefetchState.PENDING and not self._times.idle.is_over:
                 self._times.idle.spend_on(partial(_wait, handle))
 
-    def keep_only(self, state: KvRequest, count: int) -> None:
-        """Release the chunks after the first `count`. Count one miss, with the reason of the first
-        of them."""
+    def keep_only(self, state: KvRequest, count: int) -> bool:
+        """Release the chunks after the first `count`; returns whether there are any. Counts one
+        miss of the request, with the reason of the first of them."""
         beyond = state.pins[count:]
         if not beyond:
-            return
+            return False
         reason = (
             beyond[0].reason if beyond[0].state is not PrefetchState.PENDING else MissReason.TIMEOUT
         )
-        self._counters.add(f"miss:{reason}")
+        if state.look_again_at == math.inf:
+            self._counters.add(f"miss:{reason}")
         del state.pins[count:]
         self._release_pins(beyond)
+        return True
 
     def release(self, state: KvRequest) -> None:
         """Release all pins of the request, and mark it as not requested and not loading."""
         pins, state.pins, state.present = state.pins, [], 0
         state.is_requested = state.loading = False
-        state.deadline = 0.0
+        state.deadline, state.look_again_at = 0.0, math.inf
         self._release_pins(pins)
 
     def _release_pins(self, pins: list[ChunkPin]) -> None:
         self._held_bytes -= len(pins) * self._shape.chunk_bytes
-        for pin in pins:
-            for handle in pin.handles:
-                self._buffer.release(handle)
+        self._buffer.release(*(handle for pin in pins for handle in pin.handles))
 
 
 def _wait(handle: "PrefetchHandle", seconds: float) -> bool:

@@ -15,7 +15,9 @@ loaded. It then computes those blocks.
 import queue
 import threading
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -40,8 +42,10 @@ if TYPE_CHECKING:
     from connectors.weights import WeightsWatch
     from lookup_buffer.client.buffer import LookupBuffer
 
-INSERT_SECONDS = 10.0
-"""How long the insert of a hand-off's chunk waits while hand-offs fill their half of the arena."""
+INSERT_SECONDS: Final = 10.0
+"""How long the insert of a chunk may take."""
+TRANSFERS_MAX: Final = 1024
+"""So many transfers are remembered of which a piece was stored, or was not."""
 HANDOFF_SECONDS = 2.0
 """How long a load waits for one chunk of a hand-off."""
 CLOSE_SECONDS = 5.0
@@ -96,6 +100,10 @@ class KvWorker:
         self._arena: PinnedArena | None = None
         self._in_use = BlocksInUse()
         self._failed: set[str] = set()
+        self._outgoing: OrderedDict[str, list[TensorKey]] = OrderedDict()
+        """By transfer id: the stored pieces of a hand-off. Of the thread of `saves` alone."""
+        self._incomplete: OrderedDict[str, None] = OrderedDict()
+        """The transfers of which a piece is not stored."""
         self.loads = LoadQueue(self._copy_in, self.counters, self._log)
         self.saves = SaveQueue(
             self._insert,
@@ -148,6 +156,8 @@ class KvWorker:
         self._enter(metadata.namespace)
         assert self._pages is not None
         after = self._pages.mark()
+        for order in metadata.saves:  # all pieces of a hand-off, or none
+            self._incomplete.pop(order.transfer, None)
         for order in metadata.saves:
             key = key_of(order.name, self._rank, order.transfer)
             chunk = PagedChunk(self._pages, order.blocks, after)
@@ -208,20 +218,48 @@ class KvWorker:
     def _insert(self, text: str, chunk: "PagedChunk") -> bool:
         key = TensorKey.parse(text)
         try:
-            if key.is_shared and self._buffer.has_caches([key], timeout=0.0) == [True]:
+            if key.request_id is not None:
+                return self._hand_over(key, key.request_id, chunk)
+            if self._buffer.has_caches([key], timeout=0.0) == [True]:
                 return False
+            ttl_seconds = self._settings.ttl_seconds
             outcome = self._buffer.insert(
-                key,
-                chunk.copy_out(),
-                ttl_seconds=self._settings.ttl_seconds if key.is_shared else None,
-                timeout=INSERT_SECONDS,
+                key, chunk.copy_out(), ttl_seconds=ttl_seconds, timeout=INSERT_SECONDS
             )
         finally:
             chunk.drop()
         return outcome is InsertOutcome.STORED
 
-    def _dropped(self, _: str) -> None:
-        """Nothing: no request waits for a chunk to be stored."""
+    def _hand_over(self, key: TensorKey, transfer: str, chunk: "PagedChunk") -> bool:
+        """Insert a piece of a hand-off. While hand-offs fill their half of the arena, it waits for
+        as long as the other engine does. If it is refused, nobody takes the others: those that are
+        stored are taken back, and the rest is not stored."""
+        stored = self._outgoing.setdefault(transfer, [])
+        _bound(self._outgoing)
+        outcome = None
+        try:
+            if transfer in self._incomplete:
+                raise BufferFull("another piece of this hand-off is not stored")
+            wait_seconds = self._settings.handoff_wait_seconds
+            outcome = self._buffer.insert(key, chunk.copy_out(), timeout=wait_seconds)
+            stored.append(key)
+        finally:
+            if outcome is None:
+                self._take_back(stored)
+        return outcome is InsertOutcome.STORED
+
+    def _take_back(self, stored: list[TensorKey]) -> None:
+        for key in stored:
+            with suppress(LookupBufferError):
+                self._buffer.drop_select(key)
+        stored.clear()
+
+    def _dropped(self, text: str) -> None:
+        """A chunk is not stored: no request waits for it, but a hand-off needs all its pieces."""
+        transfer = TensorKey.parse(text).request_id
+        if transfer is not None:
+            self._incomplete[transfer] = None
+            _bound(self._incomplete)
 
     def close(self) -> None:
         """Store what is queued, within `drain_seconds`, and disconnect. Idempotent."""
@@ -232,6 +270,11 @@ class KvWorker:
         self._buffer.close()
         if self._weights is not None:
             self._weights.close()
+
+
+def _bound(transfers: "OrderedDict[str, Any]") -> None:
+    if len(transfers) > TRANSFERS_MAX:
+        transfers.popitem(last=False)
 
 
 class LoadQueue:

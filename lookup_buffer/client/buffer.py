@@ -379,12 +379,10 @@ class LookupBuffer:
             self._claims.fail([claims.request_id])
         return handles, claims
 
-    def release(self, held: PrefetchHandle | LoadOrder) -> None:
-        """Release a pin. One-way; idempotent; never raises."""
-        if isinstance(held, PrefetchHandle):
-            self._prefetches.release(held)
-        else:
-            self._loads.release(held)
+    def release(self, *held: PrefetchHandle | LoadOrder) -> None:
+        """Release pins. One-way; idempotent; never raises."""
+        orders = self._prefetches.end([one for one in held if isinstance(one, PrefetchHandle)])
+        self._loads.release(*orders, *(one for one in held if isinstance(one, LoadOrder)))
 
     def load(self, order: LoadOrder, *, out: "torch.Tensor | None" = None) -> "torch.Tensor | None":
         """Copy pinned bytes out of the arena, without a system call on a socket; works also after

@@ -28,7 +28,8 @@ class PrefetchState(enum.Enum):
     MISSING = "missing"
     """No live node holds it; `reason` gives the cause."""
     FAILED = "failed"
-    """It could not be fetched; `reason` gives the cause."""
+    """It could not be fetched, or the session with the node that pinned it was lost; `reason` gives
+    the cause."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,12 +63,8 @@ class Loads:
         with self._session.memory(boot) as memory:
             return memory.arena.view[:]
 
-    def release(self, order: LoadOrder) -> None:
-        """Release its pin. One-way; idempotent; never raises."""
-        self.release_many([order])
-
-    def release_many(self, orders: Sequence[LoadOrder]) -> None:
-        """As `release`, in one message."""
+    def release(self, *orders: LoadOrder) -> None:
+        """Release their pins. One-way; idempotent; never raises."""
         boot = self._session.boot
         tickets = [order.ticket for order in orders if order.boot == boot]
         for start in range(0, len(tickets), KEYS_MAX):  # others: that node is lost, with its pins

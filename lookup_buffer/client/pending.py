@@ -2,7 +2,7 @@
 
 `PendingPrefetches` and `PendingClaims` send the requests, keep the handles that have not settled,
 and settle them by events of the node. Any thread may call; events arrive on the session's listening
-thread. When the node is lost, all pending handles fail.
+thread. When the session is lost, all pending sets fail, and all handles that are not released.
 """
 
 import threading
@@ -42,6 +42,8 @@ class PendingPrefetches:
         self._settled = threading.Condition()
         self._pending: dict[tuple[int, int], PrefetchHandle] = {}
         """(request id, index of the key) → handle that has not settled."""
+        self._held: set[PrefetchHandle] = set()
+        """Those that are resident and not released."""
 
     def start(
         self, keys: Sequence[TensorKey], timeout: float, claimer: int = 0, wait_seconds: float = 0.0
@@ -109,22 +111,18 @@ class PendingPrefetches:
             self._session.probe(CALL_SECONDS)
 
     def _release_all(self, handles: list[PrefetchHandle]) -> None:
-        """Release these, in one message, and forget them."""
+        """Release these and forget them."""
+        self._loads.release(*self.end(handles))
+        handles.clear()
+
+    def end(self, handles: Sequence[PrefetchHandle]) -> list[LoadOrder]:
+        """Mark these as released; returns the orders whose pins are to be released."""
         with self._settled:
             orders = [one.order for one in handles if one.order is not None and not one.released]
             for handle in handles:
                 handle.released = True
-        handles.clear()
-        self._loads.release_many(orders)
-
-    def release(self, handle: PrefetchHandle) -> None:
-        with self._settled:
-            if handle.released:
-                return
-            handle.released = True
-            order = handle.order
-        if order is not None:
-            self._loads.release(order)
+            self._held.difference_update(handles)
+        return orders
 
     def on_event(self, message: dict[str, Any]) -> None:
         """A `settled` event of the node."""
@@ -137,15 +135,21 @@ class PendingPrefetches:
                     unwanted.append(order)
                 else:
                     _settle(handle, entry, order)
+                    if order is not None:
+                        self._held.add(handle)
             self._settled.notify_all()
         for order in unwanted:
             if order is not None:
                 self._loads.release(order)
 
     def on_lost(self) -> None:
-        """The node is lost: fail all pending handles."""
+        """The session has ended, and soon its pins: fail all handles. What a resident one has
+        ordered can be loaded for a while."""
         with self._settled:
             pending = list(self._pending)
+            for handle in self._held:
+                _lose(handle)
+            self._held.clear()
         self._fail(pending)
 
     def _fail(self, entries: Sequence[tuple[int, int]]) -> None:
@@ -153,9 +157,13 @@ class PendingPrefetches:
             for entry in entries:
                 handle = self._pending.pop(entry, None)
                 if handle is not None:
-                    handle.reason = MissReason.NODE_DOWN
-                    handle.state = PrefetchState.FAILED
+                    _lose(handle)
             self._settled.notify_all()
+
+
+def _lose(handle: PrefetchHandle) -> None:
+    handle.reason = MissReason.NODE_DOWN
+    handle.state = PrefetchState.FAILED
 
 
 def _all_settled(handles: Sequence[PrefetchHandle]) -> bool:

@@ -41,8 +41,6 @@ from lookup_buffer.times import CALL_SECONDS, TRANSFER_NEWS_SECONDS
 READ_BYTES = 256 << 10
 DESCRIPTORS_MAX = 4
 STAGING_BYTES_MIN = 1 << 20
-FULL_SECONDS = 0.05
-"""How long in total a full socket may delay a one-way request; after that the session ends."""
 CONNECT_SECONDS = 10.0
 """Bound on finding or starting the node and opening a session with it."""
 CONNECTIONS_MAX = 16
@@ -167,7 +165,7 @@ class ClientSession:
         self.call(Stats(next_request_id()), timeout)
 
     def post(self, request: Request) -> None:
-        """Send a one-way request. Waits at most `FULL_SECONDS`, if the socket is full.
+        """Send a one-way request. Waits while the socket is full and the node reads from it.
 
         Raises:
             NodeUnavailable: no node is connected now.
@@ -409,16 +407,15 @@ class NodeConnection:
             raise self._broken(error) from error
 
     def send_now(self, request: Request) -> None:
-        """Send a one-way request. If the socket stays full for `FULL_SECONDS`, the connection is
-        closed and the node counts as unavailable."""
+        """Send a one-way request. If the socket is full, and the node reads nothing for as long as
+        a call may take, the connection is closed and the node counts as unavailable."""
         frame = memoryview(encode_frame(request.to_wire()))
-        deadline = time.monotonic() + FULL_SECONDS
         while frame:
             try:
                 # Not settimeout: another thread receives on this socket.
                 frame = frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
             except BlockingIOError as error:
-                if not self._ready(select.POLLOUT, max(0.0, deadline - time.monotonic())):
+                if not self._ready(select.POLLOUT, CALL_SECONDS):
                     raise self._broken(OSError("its socket is full")) from error
             except OSError as error:
                 raise self._broken(error) from error

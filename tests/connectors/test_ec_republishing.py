@@ -58,7 +58,7 @@ def test_a_new_boot_of_the_node_gets_the_item_at_once() -> None:
     bench.serve("first", "A")
     assert bench.serve("second", "A").metadata.lost == {"A": "A"}
     assert bench.serve("third", "A").metadata.lost == {}
-    bench.buffer.boot = "c" * 16
+    bench.buffer.lose_session()
     assert bench.serve("fourth", "A").metadata.lost == {"A": "A"}
 
 

@@ -226,7 +226,7 @@ def test_one_of_two_items_is_lost_again_before_the_other_arrives() -> None:
     bench.store("A")
     request = make_request("r", "A", "B", metadata_only=True)
     assert not bench.ensure(request)
-    bench.buffer.boot = "c" * 16
+    bench.buffer.lose_session()
     bench.buffer.end_waits()
     bench.store("A", needs_fetch=True)
     assert not bench.ensure(request)
@@ -311,7 +311,7 @@ def test_pin_in_the_arena_of_a_lost_node_is_not_promised() -> None:
     bench.store("A")
     request = make_request("r", "A")
     assert bench.ensure(request)
-    bench.buffer.boot = "c" * 16
+    bench.buffer.lose_session()
     assert not bench.allocate(request)
     assert bench.build().mm_datas == []
 
@@ -321,7 +321,7 @@ def test_a_metadata_request_keeps_its_promise_when_the_node_is_lost_in_the_pass(
     bench.store("A")
     request = make_request("r", "A", metadata_only=True)
     assert bench.ensure(request)
-    bench.buffer.boot = ""
+    bench.buffer.lose_session("")
     assert bench.allocate(request), "vLLM would encode an item without media"
     assert len(bench.build().mm_datas) == 1
 
@@ -332,7 +332,7 @@ def test_an_item_lost_with_its_node_is_not_counted_as_a_shape_miss() -> None:
     bench.store("B", needs_fetch=True)
     request = make_request("r", "A", "B")
     assert not bench.ensure(request)
-    bench.buffer.boot = "c" * 16
+    bench.buffer.lose_session()
     bench.buffer.settle(0, PrefetchState.FAILED)
     assert bench.ensure(request)
     counts = bench.scheduler.counters.totals()
@@ -388,7 +388,7 @@ def test_an_item_promised_before_and_after_a_node_was_replaced_is_pinned_once() 
     media, bare = make_request("media", "A"), make_request("bare", "A", metadata_only=True)
     assert bench.ensure(media)
     assert bench.scheduler.has_cache_item("A")
-    bench.buffer.boot = "c" * 16
+    bench.buffer.lose_session()
     assert bench.ensure(bare)
     assert bench.allocate(bare)
     bench.build()

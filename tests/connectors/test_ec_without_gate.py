@@ -197,7 +197,7 @@ def test_items_are_looked_up_again_after_a_restart_of_the_node() -> None:
     host.store(A)
     assert host.has(A)
     host.build()
-    host.buffer.boot = "c" * 16
+    host.buffer.lose_session()
     assert not host.has(A), "the pin was lost with the node"
     host.build()
     assert host.has(A)

@@ -150,6 +150,66 @@ def test_a_node_that_needs_its_time_is_given_it(node_seconds: float) -> None:
     assert clock.now - arrived < 0.5
 
 
+def test_many_requests_that_wait_cost_a_pass_one_check() -> None:
+    engine = Engine(role="consumer", behind_router=True)
+    waiting = [Request(f"r{number}", PROMPT, number) for number in range(20)]
+    for number, one in enumerate(waiting):
+        one.kv_transfer_params = transfer_params(f"id{number}")
+    for _ in range(3):
+        before = len(engine.buffer.calls)
+        assert {engine.side.matched(one, 0) for one in waiting} == {(None, False)}
+        assert len(engine.buffer.calls) == before + 1
+        engine.clock.now += 0.1
+    for one in waiting[1:]:
+        handed_over(engine, one)
+    found = [engine.side.matched(one, 0) for one in waiting]
+    assert found == [(None, False)] + 19 * [(PROMPT, True)]
+    for one in waiting:
+        engine.side.finished(one)
+    engine.clock.now += 0.1
+    engine.side.matched(request(**transfer_params("last")), 0)
+    assert len(engine.buffer.calls[-1][1]) == 1, "nothing is asked for requests that have ended"
+
+
+def test_of_two_requests_for_one_hand_off_the_second_does_not_wait() -> None:
+    """vLLM gives `n` samples of one request the same parameters."""
+    engine = Engine(role="consumer", behind_router=True)
+    first, second = Request("0_r", PROMPT), Request("1_r", PROMPT)
+    for one in (first, second):
+        one.kv_transfer_params = transfer_params("id")
+        assert engine.side.matched(one, 0) == (None, False)
+    handed_over(engine, first)
+    engine.clock.now += 0.1
+    assert engine.side.matched(first, 0) == (PROMPT, True)
+    assert engine.side.matched(second, 0) == (None, False)
+    engine.allocate(first, PROMPT, PROMPT)
+    engine.step({})
+    assert engine.side.matched(second, 0) == (None, False)
+    engine.buffer.stored.clear()
+    engine.side.process_report(None, {"0_r"})
+    engine.clock.now += 0.1
+    assert engine.side.matched(second, 0) == (0, False)
+    assert engine.side.counters.totals()["miss:not_handed_over"] == 1
+
+
+@pytest.mark.parametrize("ends", ["before its load", "after its load"])
+def test_a_hand_off_whose_taker_has_ended_is_there_for_the_next(ends: str) -> None:
+    """As where a router repeats the request, with the same id."""
+    engine = Engine(role="consumer", behind_router=True)
+    first, second = Request("a", PROMPT), Request("b", PROMPT)
+    first.kv_transfer_params = second.kv_transfer_params = transfer_params("id")
+    handed_over(engine, first)
+    assert engine.side.matched(first, 0) == (PROMPT, True)
+    assert engine.side.matched(second, 0) == (None, False)
+    if ends == "after its load":
+        engine.allocate(first, PROMPT, PROMPT)
+        engine.step({})
+        engine.side.process_report(None, {"a"})  # and it was handed over again
+    engine.side.finished(first)
+    engine.clock.now += 0.1
+    assert engine.side.matched(second, 0) == (PROMPT, True)
+
+
 def test_after_a_piece_was_lost_the_prompt_is_computed() -> None:
     engine = Engine(role="consumer", behind_router=True)
     asked = request(**transfer_params("id"))

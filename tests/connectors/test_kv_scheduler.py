@@ -328,3 +328,71 @@ def test_a_prompt_that_wants_its_own_log_probabilities_loads_nothing() -> None:
     engine.know(request, range(4))
     request.skip_reading_prefix_cache = True
     assert engine.side.matched(request, 0) == (0, False)
+
+
+def test_what_was_pinned_in_a_session_that_was_lost_is_looked_up_again() -> None:
+    engine, request = Engine(), Request("r", 40)
+    engine.know(request, [0, 1])
+    assert engine.side.matched(request, 0) == (2 * CHUNK, True)
+    engine.buffer.lose_session()
+    assert engine.side.matched(request, 0) == (2 * CHUNK, True)
+    (load,) = start_load(engine, request, 2 * CHUNK).loads
+    assert all(order.ticket in engine.buffer.pinned for c in load.chunks for order in c.orders)
+    engine.buffer.lose_session()
+    engine.buffer.stored.clear()
+    other = Request("other", 40)
+    assert engine.side.matched(other, 0) == (0, False)
+
+
+def start_load(engine: Engine, request: Request, tokens: int) -> KvStepMetadata:
+    engine.allocate(request, tokens, tokens)
+    return engine.step({})
+
+
+def test_the_pins_of_a_request_are_released_in_one_message() -> None:
+    released = []
+
+    class Buffer(LedgerBuffer):
+        def release(self, *handles: Any) -> None:
+            released.append(len(handles))
+            super().release(*handles)
+
+    engine, request = Engine(ranks=2, buffer=Buffer()), Request("r", 40)
+    engine.know(request, range(4))
+    assert engine.side.matched(request, 0) == (4 * CHUNK, True)
+    engine.side.finished(request)
+    assert released == [8]
+    assert not engine.buffer.pinned
+
+
+def test_a_request_that_gets_no_room_looks_again() -> None:
+    """What another engine stores, or what arrives after the wait, need not be computed."""
+    engine, request = Engine(fetch_wait_seconds=2.0), Request("r", 40)
+    engine.know(request, [0])
+    engine.know(request, [1, 2], needs_fetch=True)
+    while engine.side.matched(request, 0) == (None, False):
+        engine.clock.now += 0.1
+    assert engine.side.matched(request, 0) == (CHUNK, True)
+    calls = len(engine.buffer.calls)
+    engine.know(request, [1, 2])
+    engine.clock.now += 0.9
+    assert engine.side.matched(request, 0) == (CHUNK, True)
+    assert len(engine.buffer.calls) == calls, "not at once"
+    engine.clock.now += 0.2
+    assert engine.side.matched(request, 0) == (3 * CHUNK, True)
+    for _ in range(100):
+        engine.clock.now += 0.1
+        assert engine.side.matched(request, 0) == (3 * CHUNK, True)
+    assert len(engine.buffer.calls) <= calls + 11, "once a second"
+    assert len(engine.buffer.pinned) == 3
+    misses = {name: n for name, n in engine.side.counters.totals().items() if "miss" in name}
+    assert misses == {"miss:timeout": 1}
+    engine.side.finished(request)
+    assert not engine.buffer.pinned
+
+
+def test_a_chunk_larger_than_the_budget_costs_no_wait() -> None:
+    engine, request = Engine(prefetch_bytes=CHUNK_BYTES - 1), Request("r", 40)
+    engine.know(request, range(4))
+    assert engine.side.matched(request, 0) == (0, False)
+    assert engine.side.counters.totals() == {"over_budget": 1}

@@ -16,7 +16,8 @@ from connectors.kv.metadata import ChunkLoad, ChunkSave, KvStepMetadata, Request
 from connectors.kv.worker import KvWorker, LoadResults
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.namespace import Namespace
-from nodes import NodeProcess, wait_until
+from nodes import MIB, NodeProcess, StartNode, wait_until
+from patience import scaled
 
 LAYERS, BLOCKS, PAGE = 3, 12, (2, 4, 16)
 SECONDS = 10.0
@@ -25,10 +26,16 @@ SECONDS = 10.0
 class Rank:
     """A worker and its cache, in which every block of every layer has different content."""
 
-    def __init__(self, buffer: LookupBuffer, rank: int = 0, **settings: Any) -> None:
+    def __init__(
+        self,
+        buffer: LookupBuffer,
+        rank: int = 0,
+        page: tuple[int, ...] = PAGE,
+        **settings: Any,
+    ) -> None:
         self.buffer = buffer
-        count = LAYERS * BLOCKS * torch.Size(PAGE).numel()
-        values = torch.arange(count, dtype=torch.float32).view(LAYERS, BLOCKS, *PAGE)
+        count = LAYERS * BLOCKS * torch.Size(page).numel()
+        values = torch.arange(count, dtype=torch.float32).view(LAYERS, BLOCKS, *page)
         self.layers = {f"layer.{i}": layer + 1e6 * rank for i, layer in enumerate(values)}
         self.worker = KvWorker(lambda: buffer, KvSettings(**settings), rank=rank, num_blocks=BLOCKS)
         self.worker.register(self.layers)
@@ -267,3 +274,33 @@ def test_a_step_that_runs_no_model_waits_for_a_load_and_another_does_not(rank: R
     threading.Timer(0.05, gate.set).start()
     assert rank.worker.loads.take(SECONDS).loaded == {"r"}
     assert not rank.worker.results().loaded
+
+
+def test_of_a_hand_off_that_does_not_fit_nothing_stays(start_node: StartNode) -> None:
+    """Each of its pieces would wait for room, and all that is to be stored after it."""
+    node = start_node(capacity_bytes=64 * MIB)
+    with node.client() as buffer:
+        rank = Rank(buffer, page=(512, 1024), handoff_wait_seconds=1.0)  # 6 MiB a block
+        pieces = [ChunkSave(f"p{number}", (number,), "large") for number in range(8)]
+        began = time.monotonic()
+        rank.save(*pieces, ChunkSave("small", (8,), "id"), ChunkSave("shared", (9,)))
+        assert time.monotonic() - began < scaled(1.0)
+        counts = rank.worker.counters.totals()
+        assert (counts["saved"], counts["save_skipped:buffer_full"]) == (5 + 2, 3)
+        keys = [key_of(each.name, 0, each.transfer) for each in pieces]
+        assert buffer.has_caches(keys) == 8 * [False]
+        assert buffer.has_caches([key_of("small", 0, "id"), key_of("shared", 0)]) == [True, True]
+        rank.save(ChunkSave("p0", (0,), "large"))
+        assert buffer.has_caches(keys[:1]) == [True], "a second attempt"
+        rank.worker.close()
+
+
+def test_a_piece_that_finds_the_queue_full_ends_its_hand_off(buffer: LookupBuffer) -> None:
+    rank = Rank(buffer, save_queue_items=2)
+    with rank.worker.saves._changed:  # its thread ends nothing meanwhile
+        rank.step(KvStepMetadata(saves=[ChunkSave(f"p{n}", (n,), "id") for n in range(4)]))
+    assert rank.worker.saves.drain(SECONDS)
+    rank.save(ChunkSave("shared", (9,)))
+    keys = [key_of(f"p{number}", 0, "id") for number in range(4)]
+    assert buffer.has_caches(keys) == 4 * [False]
+    rank.worker.close()

@@ -46,8 +46,9 @@ class LedgerFleet(LedgerBuffer):
     def lose_node(self) -> None:
         self.boot = ""
         self._orphans |= self.pinned
+        lost = [*self.pending, *self.awaited, *self.pinned.values()]
         self.pinned.clear()
-        for handle in self.pending + self.awaited:
+        for handle in lost:
             if not handle.is_released:
                 handle.reason, handle.state = "node_down", PrefetchState.FAILED
         self.pending.clear()

@@ -1,6 +1,7 @@
 """The cost of faults: each is done to real processes, and its effect has a stated bound."""
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,8 +10,9 @@ from contextlib import ExitStack, suppress
 import pytest
 import torch
 
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.errors import LookupBufferError, MissingTensor, NodeUnavailable
+from lookup_buffer.errors import LookupBufferError, MissingTensor, MissReason, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from lookup_buffer.protocol.messages import InsertOutcome
 from nodes import (
@@ -293,6 +295,33 @@ receive()
         assert node.stats()["pinned_bytes"] == 10 * MIB
         client.kill()
         at_rest(node, seconds=2.0)
+
+
+def test_after_a_lost_main_connection_no_handle_counts_as_resident(start_node: StartNode) -> None:
+    """Its pins end two minutes later, and others write there."""
+    node, name = start_node(), key()
+    with node.client() as client:
+        client.insert(name, torch.ones(3))
+        held, released = client.prefetch([name, name], timeout=5.0)
+        client.release(released)
+        assert held.state is PrefetchState.RESIDENT
+        break_session(client)
+        assert held.wait(0.0) is PrefetchState.FAILED
+        assert held.reason == MissReason.NODE_DOWN
+        assert released.state is PrefetchState.RESIDENT, "nobody looks at it"
+        (again,) = client.prefetch([name], timeout=5.0)
+        assert again.state is PrefetchState.RESIDENT
+        client.release(held, again)
+
+
+def break_session(client: LookupBuffer) -> None:
+    """Its main connection breaks; returns once it has a new session with the same node."""
+    session, boot = client._session, client.boot
+    before = session._open_session
+    assert before is not None
+    before.main_connection._socket.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: session._open_session not in (None, before), 5.0, "a new session")
+    assert client.boot == boot
 
 
 def test_no_thread_keeps_waiting_after_its_node_dies(start_node: StartNode) -> None:

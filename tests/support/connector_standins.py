@@ -152,10 +152,17 @@ class LedgerBuffer:
             handle.state = PrefetchState.MISSING
         self.awaited.clear()
 
-    def release(self, handle: LedgerHandle) -> None:
-        handle.is_released = True
-        if handle.order is not None:
-            self.pinned.pop(handle.order.ticket, None)
+    def lose_session(self, boot: str = "c" * 16) -> None:
+        """Nothing that was pinned is so any more. `boot`: of the node that is there now."""
+        self.boot = boot
+        for handle in self.pinned.values():
+            handle.state, handle.reason = PrefetchState.FAILED, "node_down"
+
+    def release(self, *handles: LedgerHandle) -> None:
+        for handle in handles:
+            handle.is_released = True
+            if handle.order is not None:
+                self.pinned.pop(handle.order.ticket, None)
 
     def done(self, orders: Iterable[LoadOrder]) -> None:
         for order in orders:

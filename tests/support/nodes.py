@@ -254,13 +254,15 @@ def with_store(*nodes: NodeProcess) -> None:
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str = "") -> float:
     """Poll until `condition()`, which on an idle machine holds within `seconds`; the answer is the
-    seconds it took. Fails when it still does not after what this machine may need."""
+    seconds it took, to a fiftieth. Fails when it still does not after what this machine may need.
+    """
     started = time.monotonic()
     deadline_seconds = scaled(seconds)
     while not condition():
-        if time.monotonic() - started > deadline_seconds:
+        took = time.monotonic() - started
+        if took > deadline_seconds:
             pytest.fail(f"not within {deadline_seconds:.0f} s: {what or condition}")
-        time.sleep(0.01)
+        time.sleep(max(0.01, 0.02 * took))
     return time.monotonic() - started
 
 
