@@ -69,7 +69,7 @@ class Batch:
         deadline = time.monotonic() + self._timeout
         with self._session.memory() as memory:
             header = _header_of(value, memory.arena.nbytes)
-        with self._session.connection(self._timeout) as connection:
+        with self._session.connection(self._bound([(key, value)])) as connection:
             staged = self._send(connection, [(key, value)], [header], [0], deadline)
             (result,) = connection.reply(staged.request, staged.deadline)["results"]
         inserted = _result_of(result)
@@ -100,6 +100,12 @@ class Batch:
             return [error if result is None else result for result in results]
         return [result for result in results if result is not None]
 
+    def _bound(self, items: Sequence[tuple[TensorKey, Value]]) -> float:
+        """Until a connection is there, in seconds. The timeout of a hand-off is its wait for room,
+        which may be 0."""
+        waits = any(not key.is_shared for key, _ in items)
+        return self._timeout + CALL_SECONDS if waits else self._timeout
+
     def _insert_groups(
         self,
         items: Sequence[tuple[TensorKey, Value]],
@@ -109,7 +115,7 @@ class Batch:
     ) -> None:
         """Fill in the results of each group of items."""
         sent: deque[_Staged] = deque()
-        with self._connections(len(groups)) as free:
+        with self._connections(len(groups), self._bound(items)) as free:
             try:
                 for group in groups:
                     if not free:
@@ -125,13 +131,13 @@ class Batch:
                     staged.connection.close()
 
     @contextmanager
-    def _connections(self, groups: int) -> Iterator[list[NodeConnection]]:
+    def _connections(self, groups: int, seconds: float) -> Iterator[list[NodeConnection]]:
         """A connection, and a second one if it is of use and free."""
         with ExitStack() as used:
-            free = [used.enter_context(self._session.connection(self._timeout))]
+            free = [used.enter_context(self._session.connection(seconds))]
             if groups > 1:
                 with suppress(NodeUnavailable):
-                    second = self._session.connection(self._timeout, wait=False)
+                    second = self._session.connection(seconds, wait=False)
                     free.append(used.enter_context(second))
             yield free
 
@@ -144,12 +150,14 @@ class Batch:
         deadline: float,
     ) -> _Staged:
         """Copy a group into the staging area and request its insert."""
+        waits = any(not items[index][0].is_shared for index in group)
+        bound = deadline + CALL_SECONDS if waits else deadline
         offsets, end = [], 0
         for index in group:
             offsets.append(end)
             end = _aligned(end + headers[index].nbytes)
         if end:
-            staging = connection.stage(end, deadline - time.monotonic())
+            staging = connection.stage(end, bound - time.monotonic())
             for index, offset in zip(group, offsets, strict=True):
                 value = items[index][1]
                 if value is not None and headers[index].nbytes:
@@ -157,7 +165,6 @@ class Batch:
                     copy_bytes(staging.address + offset, address, nbytes)
                     del owner  # kept the memory at `address` alive until here
         left = deadline - time.monotonic()
-        waits = any(not items[index][0].is_shared for index in group)
         request = Insert(
             next_request_id(),
             self._session.namespace,

@@ -435,9 +435,12 @@ class LookupBuffer:
             BufferFull: this engine has too many claims.
             ConfigError: `lease_seconds` is not a valid time.
         """
-        lease, wait = checked_seconds("lease_seconds", lease_seconds), clamped_seconds(timeout)
-        request = Claim(next_request_id(), self.namespace, key.text, lease, state.value, wait)
-        return ClaimAnswer.of(self._session.call(request, wait + CALL_SECONDS))
+        lease = checked_seconds("lease_seconds", lease_seconds)
+        deadline = time.monotonic() + clamped_seconds(timeout)
+        with self._session.connection(clamped_seconds(timeout) + CALL_SECONDS) as connection:
+            wait = clamped_seconds(deadline - time.monotonic())
+            request = Claim(next_request_id(), self.namespace, key.text, lease, state.value, wait)
+            return ClaimAnswer.of(connection.call(request, wait + CALL_SECONDS))
 
     def release_claim(self, key: TensorKey) -> bool:
         """Give the claim back. Returns whether this client still held it."""
@@ -526,9 +529,11 @@ class LookupBuffer:
     @contextmanager
     def _pinned(self, key: TensorKey, timeout: float) -> Iterator[LoadOrder]:
         """The order for the bytes of `key` on this host, pinned inside the `with`."""
-        wait = clamped_seconds(timeout)
-        request = Select(next_request_id(), self.namespace, key.text, wait)
-        reply = self._session.call(request, wait + CALL_SECONDS)
+        deadline = time.monotonic() + clamped_seconds(timeout)
+        with self._session.connection(clamped_seconds(timeout) + CALL_SECONDS) as connection:
+            wait = clamped_seconds(deadline - time.monotonic())
+            request = Select(next_request_id(), self.namespace, key.text, wait)
+            reply = connection.call(request, wait + CALL_SECONDS)
         if reply["state"] != "resident":
             if timeout:
                 raise LookupTimeout(f"{key} did not appear within {timeout} s ({reply['reason']})")

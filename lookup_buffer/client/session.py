@@ -10,6 +10,7 @@ do. What the node shows of its memory is in `memories`.
 
 import array
 import itertools
+import logging
 import os
 import select
 import socket
@@ -50,6 +51,7 @@ RETRY_SECONDS_MAX = 2.0
 TICK_SECONDS = 0.1
 """Longest pause between two calls of `on_tick` during a session."""
 _request_ids = itertools.count(1)
+_log = logging.getLogger(__name__)
 
 
 def next_request_id() -> int:
@@ -133,14 +135,14 @@ class ClientSession:
         """A connection for one caller. It returns to the pool afterwards if it is still open.
         Without `wait` it is refused if all are in use."""
         current = self._connected_session()
-        deadline = time.monotonic() + min(timeout, CALL_SECONDS)
+        until = time.monotonic() + timeout
         if not self._free_connections.acquire(timeout=timeout if wait else 0.0):
             raise NodeUnavailable(
                 f"all {CONNECTIONS_MAX} connections to the node were in use for {timeout:g} s; use "
                 "fewer threads, or a longer timeout"
             )
         try:
-            connection = self._idle_or_new(current, deadline)
+            connection = self._idle_or_new(current, min(until, time.monotonic() + CALL_SECONDS))
             try:
                 yield connection
             except LookupBufferError:
@@ -237,7 +239,10 @@ class ClientSession:
 
     def _connect(self) -> None:
         deadline = time.monotonic() + CONNECT_SECONDS
-        path = node_socket(self._config, timeout=CONNECT_SECONDS)
+        try:
+            path = node_socket(self._config, timeout=CONNECT_SECONDS)
+        except OSError as error:  # for example without a free descriptor
+            raise NodeUnavailable(f"no node is found or started: {error}") from error
         connection = NodeConnection(path, CALL_SECONDS, node_uid=self._config.node_uid)
         try:
             hello = Hello(next_request_id(), VERSION, self._engine, self._config.expectations())
@@ -274,7 +279,9 @@ class ClientSession:
                     self._dispatch_events(current)
             except NodeRefused:
                 self._closing.wait(RETRY_SECONDS_MAX)  # an operator may replace that node
-            except LookupBufferError:
+            except Exception as error:  # noqa: BLE001 -- nothing else connects again
+                if not isinstance(error, LookupBufferError):
+                    _log.exception("the session with the node failed; this is a bug, report it")
                 self._end(current)
                 self._closing.wait(retry_seconds)
                 retry_seconds = min(2 * retry_seconds, RETRY_SECONDS_MAX)
@@ -346,10 +353,13 @@ class NodeConnection:
         """
         self._path = path
         self._decoder = FrameDecoder()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(timeout)
         self._staging: Staging | None = None
         self.open = True
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:  # no free descriptor
+            raise NodeUnavailable(f"no connection to the node at {path}: {error}") from error
+        self._socket.settimeout(timeout)
         try:
             self._socket.connect(str(path))
         except OSError as error:

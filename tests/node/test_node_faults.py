@@ -12,7 +12,14 @@ import torch
 
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.errors import LookupBufferError, MissingTensor, MissReason, NodeUnavailable
+from lookup_buffer.client.session import CONNECTIONS_MAX
+from lookup_buffer.errors import (
+    LookupBufferError,
+    LookupTimeout,
+    MissingTensor,
+    MissReason,
+    NodeUnavailable,
+)
 from lookup_buffer.key import TensorKey
 from lookup_buffer.protocol.messages import InsertOutcome
 from nodes import (
@@ -21,9 +28,11 @@ from nodes import (
     NodeProcess,
     StartNode,
     at_rest,
+    handoff,
     key,
     tensor_of,
     wait_until,
+    with_store,
 )
 from patience import quickest, scaled
 from proxies import PeerProxy, behind
@@ -344,3 +353,65 @@ def test_no_thread_keeps_waiting_after_its_node_dies(start_node: StartNode) -> N
             thread.join(scaled(5.0))
         assert len(ended) == 24
         assert max(ended) - killed < scaled(3.0)
+
+
+def test_a_client_without_a_free_descriptor_connects_again_later(start_node: StartNode) -> None:
+    node = start_node()
+    source = """
+import resource
+from lookup_buffer.errors import NodeUnavailable
+before = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+send("full")
+receive()
+try:
+    buffer.stats()
+except NodeUnavailable:
+    send("not available")
+resource.setrlimit(resource.RLIMIT_NOFILE, before)
+receive()
+send(buffer.attached)
+"""
+    with ClientProcess(node.config, source) as client:
+        assert client.receive() == "full"
+        node.kill()
+        node.start()
+        time.sleep(1.0)  # it tries
+        client.send("go")
+        assert client.receive() == "not available"
+        with_store(node)
+        time.sleep(3.0)
+        client.send("go")
+        assert client.receive() is True
+
+
+def test_a_hand_off_that_waits_for_no_room_is_inserted_by_a_new_client(
+    start_node: StartNode,
+) -> None:
+    node = start_node()
+    with node.client() as client:
+        assert client.insert(handoff(), torch.ones(3), timeout=0.0) is InsertOutcome.STORED
+    with node.client() as client:
+        outcomes = client.insert_many([(handoff(), torch.ones(3))], timeout=0.0)
+        assert outcomes == [InsertOutcome.STORED]
+
+
+def test_callers_beyond_the_connections_of_a_client_get_their_timeout(
+    start_node: StartNode,
+) -> None:
+    """The node is healthy: only others wait for keys on all connections."""
+    found: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            client.select(key(), timeout=2.0)
+        except LookupBufferError as error:
+            found.append(error)
+
+    with start_node().client() as client:
+        threads = [threading.Thread(target=wait) for _ in range(CONNECTIONS_MAX + 4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(scaled(5.0))
+    assert [type(error) for error in found] == (CONNECTIONS_MAX + 4) * [LookupTimeout]
