@@ -86,3 +86,14 @@ def processor_seconds(pid: int) -> float:
     """Processor time of a process so far, to 10 ms."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_counters_are_answered_without_a_free_descriptor(start_node: StartNode) -> None:
+    node = start_node()
+    with node.client() as client:
+        assert client.stats()["open_files"] > 3
+        _, most = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (3, most))
+        assert client.stats()["open_files"] == 3
+        resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (most, most))
+    assert "Traceback" not in node.log_text()
