@@ -75,14 +75,16 @@ def escaped(text: str) -> str:
 
 @contextmanager
 def lock(path: Path, *, timeout: float) -> Iterator[None]:
-    """Hold an exclusive `flock` on `path`.
+    """Hold an exclusive `flock` on `path`. The file cannot be opened for reading: from a container
+    that has the folder read-only, who did so could take the lock and keep it.
 
     Raises:
         NodeUnavailable: another process holds it for longer than `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o200)
     try:
+        os.fchmod(descriptor, 0o200)  # of an earlier version
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -213,7 +213,8 @@ def _take_lock(directory: Path, deadline: float) -> int:
     """
     path = directory / _LOCK
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Nobody can open it for reading, and take the lock from where the folder is read-only.
+        lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o200)
     except OSError as error:
         raise EmbeddedServerError(f"{path} cannot be opened: {error.strerror}") from error
     while True:

@@ -61,6 +61,8 @@ HITS_MAX = 10_000
 _SPELLED_CHARACTERS_MAX = 128
 _SAFE_KEY = re.compile(rf"[A-Za-z0-9._%#@=+,/-]{{1,{_SPELLED_CHARACTERS_MAX}}}\Z")
 _COUNTER_LIMIT = 2**63  # the server's counters are signed 64-bit integers
+_COUNTER_NAME = re.compile(rb"[a-z0-9_]{1,64}")
+_COUNTERS_MAX = 512  # a node has about 100
 _NAME_BYTES_MAX = 128  # see SAFE_NAME
 _VALUE_BYTES_MAX = 64
 """Of a boot, a beat, the time of an invalidation."""
@@ -220,15 +222,17 @@ def read_beat(value: bytes) -> Beat | None:
 
 
 def read_counters(fields: Mapping[bytes, bytes]) -> dict[str, int]:
-    """A node's counters. A value that is no count is left out."""
+    """A node's counters. What is no name of one, or no count, is left out."""
     counters = {}
     for name, value in fields.items():
+        if len(counters) == _COUNTERS_MAX:
+            break
         try:
             count = int(value)
-            if 0 <= count < _COUNTER_LIMIT:
-                counters[_short(name, _NAME_BYTES_MAX)] = count
         except ValueError:
             continue
+        if 0 <= count < _COUNTER_LIMIT and _COUNTER_NAME.fullmatch(name):
+            counters[name.decode()] = count
     return counters
 
 

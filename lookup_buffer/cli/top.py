@@ -133,7 +133,7 @@ def _screen(activity: Activity, width: int) -> "Group":
     from rich.table import Table
     from rich.text import Text
 
-    parts: list[Any] = [Text(_summary(activity)), Text()]
+    parts: list[Any] = [Text(shown(_summary(activity))), Text()]
     for (columns, rows), numeric in (
         (_nodes(activity), _NODE_NUMBERS),
         (_hottest(activity), _KEY_NUMBERS),

@@ -23,8 +23,9 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
@@ -375,9 +376,13 @@ class Askers:
         self._takes[connection] = {}
         return connection
 
+    def ends(self) -> "list[Callable[[], None]]":
+        """By which the connections of now can be ended."""
+        return [partial(connection.end, None) for connection in self._takes]
+
     def close(self) -> None:
-        for connection in list(self._takes):
-            connection.end(None)
+        for end in self.ends():
+            end()
 
     def _on_message(self, connection: Connection, message: Any) -> None:
         match parse(message):

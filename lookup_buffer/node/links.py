@@ -59,6 +59,8 @@ ROLES: Final = (TENSORS, HANDOFFS, REACHABILITY)
 """What a connection between nodes is for; the last one since version 5."""
 HANDSHAKE_SECONDS: Final = 2.0
 """Bound on an accepted handshake."""
+EXCLUDED_SECONDS: Final = 60.0
+"""So long after the files of TLS have changed, connections of before are closed."""
 THREADS_IDLE_SECONDS: Final = 60.0
 """Threads without work for so long end: a burst or a fault may have needed many."""
 _READ_BYTES: Final = 64 << 10
@@ -129,6 +131,20 @@ class Credentials(NamedTuple):
     token: str | None = None
     tls: Tls | None = None
     """Then it speaks with nodes at tls:// addresses only, otherwise with none of those."""
+
+
+class Rotation:
+    """Notices that other files of TLS are in use: whose certificate was accepted before may be
+    excluded now."""
+
+    def __init__(self, tls: Tls | None) -> None:
+        self._tls = tls
+        self._seen = tls.refresh() if tls else None
+
+    def has_happened(self) -> bool:
+        """Since the last call."""
+        before, self._seen = self._seen, self._tls.refresh() if self._tls else None
+        return self._seen is not before
 
 
 class Link(NamedTuple):

@@ -27,12 +27,14 @@ from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Askers
 from lookup_buffer.node.links import (
+    EXCLUDED_SECONDS,
     HANDOFFS,
     REACHABILITY,
     ROLES,
     TENSORS,
     Credentials,
     Link,
+    Rotation,
     ThreadPool,
     call_from_thread,
     greet,
@@ -115,6 +117,10 @@ class PeerServer:
     """The handshakes in progress, the oldest first, and the hosts that they are with."""
     _readers: "set[Reader]" = field(default_factory=set)
     _senders: ThreadPool = field(default_factory=lambda: ThreadPool(SENDERS_MAX, "lb-send"))
+    _rotation: Rotation = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rotation = Rotation(self.credentials.tls)
 
     def listen(self, address: str) -> str:
         """Bind; returns the address with the actual port.
@@ -132,9 +138,12 @@ class PeerServer:
         self._accept_more()
 
     def tick(self) -> None:
-        """Close connections without a request for PEER_IDLE_SECONDS, and end idle threads. To be
-        called now and then."""
+        """Close connections without a request for PEER_IDLE_SECONDS, and those of certificates of
+        before; end idle threads. To be called now and then."""
         self._senders.tick()
+        if self._rotation.has_happened():
+            ends = [reader.end for reader in self._readers] + self.askers.ends()
+            self.loop.call_later(EXCLUDED_SECONDS, lambda: [end() for end in ends])
         bound = self.loop.time() - PEER_IDLE_SECONDS
         for reader in [one for one in self._readers if not one.is_busy and one.used_at < bound]:
             reader.end()

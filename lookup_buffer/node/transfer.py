@@ -46,7 +46,13 @@ from lookup_buffer.node.holders import (
     Holder,
     soonest,
 )
-from lookup_buffer.node.links import TENSORS, Credentials, dial
+from lookup_buffer.node.links import (
+    EXCLUDED_SECONDS,
+    TENSORS,
+    Credentials,
+    Rotation,
+    dial,
+)
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.receive import Busy, Receiver
 from lookup_buffer.node.storage import Breaker
@@ -212,9 +218,11 @@ class Fetcher:
     their leases end."""
     _fetches: "set[asyncio.Task[None]]" = field(default_factory=set)
     _receiver: Receiver = field(init=False)
+    _rotation: Rotation = field(init=False)
 
     def __post_init__(self) -> None:
         self._receiver = Receiver(self.loop)
+        self._rotation = Rotation(self.credentials.tls)
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Fetch each from the first holder that delivers; those of one holder are requested
@@ -237,8 +245,11 @@ class Fetcher:
         return True
 
     def tick(self) -> None:
-        """Close connections and end threads that are not used. To be called now and then."""
+        """Close connections and end threads that are not used, and connections to certificates of
+        before. To be called now and then."""
         self._receiver.tick()
+        if self._rotation.has_happened():
+            self.loop.call_later(EXCLUDED_SECONDS, self._close_links)
         since = self.loop.time() - LINK_IDLE_SECONDS
         for name, holder in list(self._holders.items()):
             holder.close_links(since)
@@ -248,9 +259,12 @@ class Fetcher:
     def close(self) -> None:
         for fetch in self._fetches:
             fetch.cancel()
+        self._close_links()
+        self._receiver.close()
+
+    def _close_links(self) -> None:
         for holder in self._holders.values():
             holder.close_links(math.inf)
-        self._receiver.close()
 
     def _holder_of(self, one: Wanted, source: Source) -> Holder:
         location, endpoint = source

@@ -229,6 +229,10 @@ class Tls:
             raise
         return secured
 
+    def refresh(self) -> object:
+        """Read changed files. What it returns is another object after each change."""
+        return self._current()
+
     def _current(self) -> _Contexts:
         stamps = self._read_stamps()
         if stamps != self._stamps:

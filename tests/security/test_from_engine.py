@@ -6,6 +6,7 @@ him those of all hosts, and let him pose as a node, so no engine has it.
 
 import os
 import signal
+import stat
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,10 @@ def test_a_node_that_an_engine_starts_says_what_is_wrong_with_the_file(
     with pytest.raises(NodeUnavailable, match="'token_file'") as caught:
         LookupBuffer(config, SPACE, required=True)
     assert text == "" or text not in str(caught.value)
+
+
+def test_who_reads_its_folder_does_not_take_the_nodes_lock(start_node: StartNode) -> None:
+    """As from a container that has the folder read-only: files can be opened for reading there, and
+    who takes the lock of a node that has ended keeps it from starting again."""
+    lock = start_node().config.runtime_directory() / "node.lock"
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o200

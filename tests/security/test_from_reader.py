@@ -5,13 +5,16 @@ and no other node takes bytes from it.
 """
 
 import asyncio
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import xxhash
+from redis import Redis
 
 from command_line import beating, boot_of, run
 from lookup_buffer.client.buffer import LookupBuffer
@@ -33,12 +36,13 @@ from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_unt
 from patience import scaled
 from peer_servers import NAMESPACE, Bench, on_a_loop
 from raw_clients import raw
-from servers import command, user_rule
+from servers import ServerProcess, command, free_port, user_rule, valkey_executable
 from store import ClaimState, EmbeddedServer, Location, NodeInfo, Record, StoreError, open_store
 
 SPACE = Namespace.named("tests").fingerprint
 PASSWORD = "of-the-reader"
 USER = "lookup-buffer-reader"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -429,3 +433,30 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(scaled(10.0)):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+def test_replies_that_a_reader_does_not_read_evict_no_record(tmp_path: Path) -> None:
+    """On a server as shipped. They count as its memory, and it would evict all records for them."""
+    port, records = free_port(), 20_000
+    options = [str(ROOT / "deploy/valkey/valkey.conf"), "--port", str(port), "--bind", "127.0.0.1"]
+    server = ServerProcess(valkey_executable(), tmp_path / "kv", port, options)
+    try:
+        with closing(Redis(port=port)) as admin:
+            admin.execute_command("ACL", "SETUSER", USER, *user_rule(PASSWORD, USER))
+            fields = {"kind": "tensor", "at:node": "boot:1:1", "shape": "x" * 60}
+            for start in range(0, records, 1000):
+                with admin.pipeline(transaction=False) as pipeline:
+                    for number in range(start, start + 1000):
+                        pipeline.hset(f"lb:rec:{number}", mapping=fields)
+                        pipeline.expire(f"lb:rec:{number}", 1800)
+                    pipeline.execute()
+            with socket.create_connection(("127.0.0.1", port)) as reader:
+                reader.settimeout(scaled(5.0))
+                reader.sendall(f"AUTH {USER} {PASSWORD}\r\n".encode())
+                with suppress(ConnectionError):
+                    for _ in range(60):
+                        reader.sendall(b"SCAN 0 COUNT 1000000\r\n" * 20)
+            assert admin.dbsize() == records
+            assert admin.info("stats")["evicted_keys"] == 0
+    finally:
+        server.kill()

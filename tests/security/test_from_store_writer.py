@@ -357,3 +357,12 @@ def test_invalidations_of_what_a_node_does_not_have_cost_no_walk_over_its_items(
     finally:
         arena.close()
     assert arena.walks == 0
+
+
+def test_counters_have_names_of_counters() -> None:
+    """`top` shows the reasons of misses, and the dashboard keeps a minute of them."""
+    hostile = [b"misses_\x1b]0;title\x07", b"misses_\xe2\x80\xae", b"x" * 65, b"", b"A"]
+    assert layout.read_counters({**dict.fromkeys(hostile, b"7"), b"misses_absent": b"3"}) == {
+        "misses_absent": 3
+    }
+    assert len(layout.read_counters({b"c%d" % n: b"1" for n in range(5000)})) == 512

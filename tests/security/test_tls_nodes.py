@@ -7,6 +7,7 @@ import shutil
 import socket
 import ssl
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,17 @@ from lookup_buffer.cli import certificates
 from lookup_buffer.cli.check_fleet import _certificates_check
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.config import TLS_FILES, BufferConfig, TlsFiles, parse_address
-from lookup_buffer.errors import ConfigError, LookupBufferError, MissingTensor, NodeRefused
+from lookup_buffer.errors import (
+    ConfigError,
+    LookupBufferError,
+    MissingTensor,
+    NodeRefused,
+    PipeClosed,
+)
 from lookup_buffer.key import TensorKey
 from lookup_buffer.node.links import HANDOFFS, TENSORS, Credentials, dial
 from lookup_buffer.protocol.auth import Purpose, connect, request_handshake
+from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.protocol.tls import Tls, TlsSocket
 from node_certificates import DAY, Files, settings_of
 from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_until, with_store
@@ -449,6 +457,34 @@ def test_changed_files_are_used_without_a_restart(
         name = key()
         here.insert(name, tensor_of("r", MIB))
         assert torch.equal(selected(there, name), tensor_of("r", MIB))
+
+
+def test_connections_of_an_excluded_node_end_soon(
+    start_node: StartNode, ours: Files, others: Files, rotated: Path
+) -> None:
+    """Whatever it uses them for: it would read tensors, and take hand-offs, for as long as it
+    likes."""
+    sooner = "import lookup_buffer.node.peers as p; p.EXCLUDED_SECONDS = 1.0"
+    node = start_node(prelude=sooner, **settings_of(install(ours.of("rot-a"), rotated), "rot-a"))
+    with_store(node)
+    endpoint, credentials = endpoint_of(node), Credentials(None, Tls(ours.of("gone"), "gone"))
+    with open_store(node.settings.store_url) as store:
+        boot = store.node_infos(["rot-a"])["rot-a"].boot
+
+    async def dialled(role: str) -> FramedSocket:
+        location = Location("rot-a", boot, 1, 1)
+        loop = asyncio.get_running_loop()
+        return (await dial(loop, location, endpoint, role, credentials)).framed()
+
+    links = [asyncio.run(dialled(role)) for role in (TENSORS, HANDOFFS)]
+    time.sleep(1.0)
+    assert not any(link.wait_readable(0.0) for link in links)
+    install(others.of("rot-a"), rotated)
+    for link in links:
+        assert link.wait_readable(scaled(3.0))
+        with pytest.raises(PipeClosed):
+            link.recv_header(timeout=1.0)
+        link.abort()
 
 
 def test_half_changed_files_wait_for_the_other_half(
