@@ -223,7 +223,7 @@ def read_beat(value: bytes) -> Beat | None:
 
 def read_counters(fields: Mapping[bytes, bytes]) -> dict[str, int]:
     """A node's counters. What is no name of one, or no count, is left out."""
-    counters = {}
+    counters: dict[str, int] = {}
     for name, value in fields.items():
         if len(counters) == _COUNTERS_MAX:
             break

@@ -443,7 +443,7 @@ def test_replies_that_a_reader_does_not_read_evict_no_record(tmp_path: Path) -> 
     try:
         with closing(Redis(port=port)) as admin:
             admin.execute_command("ACL", "SETUSER", USER, *user_rule(PASSWORD, USER))
-            fields = {"kind": "tensor", "at:node": "boot:1:1", "shape": "x" * 60}
+            fields: dict[Any, Any] = {"kind": "tensor", "at:node": "boot:1:1", "shape": "x" * 60}
             for start in range(0, records, 1000):
                 with admin.pipeline(transaction=False) as pipeline:
                     for number in range(start, start + 1000):
