@@ -23,7 +23,7 @@ from store import layout, record_fields
 from store.base import Entry, Forgotten, Found, Mirror, OnFound
 from store.client import fields_of
 from store.entries import Entries
-from store.errors import StoreError, StoreUnavailable
+from store.errors import StoreError, StoreRefused, StoreUnavailable
 from store.replies import REFUSALS, Command, Reply, code_of
 from store.server import Server
 from store.topology import Standalone, Topology
@@ -227,11 +227,12 @@ class RedisMirror(Mirror):
         """Parse and cache the reply to HGETALL `name`, sent at `sent_at`.
 
         Returns the record or None. An error reply, other than for a foreign type, is not cached and
-        returned as StoreUnavailable.
+        returned as StoreUnavailable; as StoreRefused if another server has the key meanwhile.
         """
         if isinstance(reply, REFUSALS) and code_of(reply) != "WRONGTYPE":
             self.refused(connection, reply)
-            return StoreUnavailable(f"store {connection.server.endpoint}: {reply}")
+            kind = StoreRefused if code_of(reply) == "ASK" else StoreUnavailable
+            return kind(f"store {connection.server.endpoint}: {reply}")
         record = record_fields.read_record(*address, fields_of(reply))
         if self._forgotten_at.get(name, -math.inf) < sent_at:
             self._entries.put(name, *address, connection, record, self._loop.time())
