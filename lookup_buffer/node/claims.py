@@ -68,6 +68,8 @@ from store import (
 
 TOGETHER_MAX = 64
 """Bound on the claims of a set that are asked for together: others wait for the store meanwhile."""
+CALLS_MAX = 16
+"""Bound on the calls of one server at a time, where the mirror has no connection to it."""
 CLOSE_SECONDS = 1.0
 """For claims still to be released at shutdown; leases end the rest."""
 
@@ -102,24 +104,24 @@ class Arbiter:
     loop: asyncio.AbstractEventLoop
     locator: Locator
     arena: Arena
-    _turns: defaultdict[str, asyncio.Lock] = field(
-        default_factory=lambda: defaultdict(asyncio.Lock)
+    _places: defaultdict[str, asyncio.Semaphore] = field(
+        default_factory=lambda: defaultdict(lambda: asyncio.Semaphore(CALLS_MAX))
     )
-    """By server: calls of the store run one after another, so a frozen one delays only its own."""
+    """By server: calls of the store that run at a time, so a frozen one delays only its own."""
     _breakers: defaultdict[str, Breaker] = field(
         default_factory=lambda: defaultdict(lambda: Breaker(time.monotonic))
     )
     _calls: set[asyncio.Task[None]] = field(default_factory=set)
-    _last: dict[QualifiedKey, tuple[str, Sent]] = field(default_factory=dict)
-    """The last call of the store for a key, and its server, while it runs: until then further
-    calls for the key follow it, also if the key has moved to another server."""
+    _last: dict[QualifiedKey, asyncio.Task[None]] = field(default_factory=dict)
+    """The last call of the store for a key, until it has ended: further ones for the key follow
+    it, also if the key has moved to another server."""
 
     async def claim(self, claiming: Claiming) -> Answer | None:
         """Take a claim, or learn who has it. The request is sent before this suspends.
 
         Returns None if the store has not decided within CLAIM_ANSWER_SECONDS, was not reached, or
-        is out of memory. In this case, and if this is cancelled, it may still grant the claim: a
-        release that follows takes effect after that.
+        is out of memory. In this case, and if this is cancelled, it may still grant a claim that
+        was sent: a release that follows takes effect after that.
         """
         address = _key(claiming)
         decided: asyncio.Future[Reply] = self.loop.create_future()
@@ -180,21 +182,31 @@ class Arbiter:
     def _send_to_store(self, sent: Sent) -> None:
         groups: defaultdict[str, Sent] = defaultdict(dict)
         for one, reply in sent.items():
-            last = self._last.get(_key(one))
-            place = self.locator.place_of(_key(one)) if last is None else last[0]
-            groups[place][one] = reply
+            groups[self.locator.place_of(_key(one))][one] = reply
         for place, group in groups.items():
-            self._last.update((_key(one), (place, group)) for one in group)
-            task = self.loop.create_task(self._call(place, group))
+            before = {self._last[key] for key in map(_key, group) if key in self._last}
+            task = self.loop.create_task(self._call(place, group, before))
+            self._last.update((_key(one), task) for one in group)
             self._calls.add(task)
-            task.add_done_callback(self._calls.discard)
+            task.add_done_callback(partial(self._ended, group))
 
-    async def _call(self, place: str, sent: Sent) -> None:
-        """A call of this server, in its turn. Without a reply the leases end what is released."""
+    def _ended(self, sent: Sent, task: "asyncio.Task[None]") -> None:
+        self._calls.discard(task)
+        for key in map(_key, sent):
+            if self._last.get(key) is task:
+                del self._last[key]
+
+    async def _call(self, place: str, sent: Sent, before: "set[asyncio.Task[None]]") -> None:
+        """A call of this server, after those `before`. Without a reply the leases end what is
+        released."""
         found: Sequence[Reply] = [None] * len(sent)
         breaker = self._breakers[place]
         try:
-            async with self._turns[place]:
+            if before:
+                await asyncio.wait(before)
+            async with self._places[place]:
+                if all(isinstance(one, Claiming) and sent[one].done() for one in sent):
+                    return  # nobody waits for it any more
                 store = await self.locator.store() if breaker.allows() else None
                 if store is not None:
                     found = await self._reply(store, sent)
@@ -205,8 +217,6 @@ class Arbiter:
             breaker.failed()
         finally:
             for (one, reply), each in zip(sent.items(), found, strict=True):
-                if self._last.get(_key(one), (place, None))[1] is sent:
-                    del self._last[_key(one)]
                 self._replied(one, reply, each)
 
     async def _reply(self, store: MetadataStore, sent: Sent) -> Sequence[Reply]:
