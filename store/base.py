@@ -86,7 +86,7 @@ class Mirror(ABC):
         """Call `on_found` with the records of `keys`, in their order; at once if all are cached.
 
         It ends within the call timeout. A key whose server was not reached has StoreUnavailable as
-        its result.
+        its result. It has StoreRefused while it moves to another server: then call the store.
         """
 
     @abstractmethod

@@ -5,6 +5,7 @@ from collections import ChainMap, OrderedDict
 from collections.abc import Mapping
 from itertools import islice
 from types import MappingProxyType
+from typing import Final
 
 from store.base import Entry, Forgotten
 from store.record import Record
@@ -12,13 +13,16 @@ from store.tracking import TrackedConnection
 
 ABSENT_SECONDS_MAX = 1.0
 """An absent key is cached no longer than this, which bounds the cost of a lost push."""
+KEY_CHARACTERS: Final = 512
+"""An entry counts 1, and 1 more for each so many characters of its key."""
 _AGING = 1000
 """Entries dropped in one step: one or two milliseconds on the shared thread."""
 _NONE: Mapping[str, "Entry"] = MappingProxyType({})
 
 
 class Entries:
-    """At most `most` entries; above that, those read longest ago are dropped. Not thread-safe."""
+    """At most `most` entries, fewer if their keys are long; above that, those read longest ago are
+    dropped. Not thread-safe."""
 
     def __init__(self, most: int, forgotten: Forgotten = lambda _: None) -> None:
         self._most = most
@@ -54,7 +58,7 @@ class Entries:
             subset = self._by_connection[connection] = _ConnectionEntries(self._forgotten)
         until = now + self.absent_seconds_max if record is None else math.inf
         subset.put(name, namespace, key, Entry(record, now, until))
-        while len(self) > self._most:
+        while sum(each.size for each in self._by_connection.values()) > self._most:
             oldest = min(self._by_connection.values(), key=_ConnectionEntries.oldest)
             oldest.drop(next(iter(oldest.order)))
 
@@ -94,15 +98,19 @@ class _ConnectionEntries:
         # By the key's name in Redis, read longest ago first. An OrderedDict, because removing the
         # first key of a dict again and again walks over all the gaps.
         self.order: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
+        self.size = 0
+        """What the entries count together."""
 
     def put(self, name: bytes, namespace: str, key: str, entry: Entry) -> None:
         """Add an entry; its key must not be present."""
         self.order[name] = (namespace, key)
         self.by_namespace.setdefault(namespace, {})[key] = entry
+        self.size += _size_of(key)
 
     def drop(self, name: bytes) -> None:
         """Drop an entry, which must be present."""
         namespace, key = self.order.pop(name)
+        self.size -= _size_of(key)
         entries = self.by_namespace[namespace]
         entry = entries.pop(key)
         if not entries:
@@ -123,6 +131,10 @@ class _ConnectionEntries:
         for namespace, key in self.order.values():
             return self.by_namespace[namespace][key].read_at
         return math.inf
+
+
+def _size_of(key: str) -> int:
+    return 1 + len(key) // KEY_CHARACTERS
 
 
 class _MergedEntries(ChainMap[str, Entry]):

@@ -23,7 +23,7 @@ from store import layout, record_fields
 from store.base import Entry, Forgotten, Found, Mirror, OnFound
 from store.client import fields_of
 from store.entries import Entries
-from store.errors import StoreError, StoreUnavailable
+from store.errors import StoreError, StoreRefused, StoreUnavailable
 from store.replies import REFUSALS, Command, Reply, code_of
 from store.server import Server
 from store.topology import Standalone, Topology
@@ -31,7 +31,8 @@ from store.tracking import TrackedConnection
 from store.watches import Watches
 
 ENTRIES_MAX = 200_000
-"""About 2 KB each. Above it, the entries that were read longest ago are dropped."""
+"""About 2 KB each; with a long key it counts more, see `entries.KEY_CHARACTERS`. Above it, the
+entries that were read longest ago are dropped."""
 AGE_SECONDS_MAX = 60.0
 """No entry is used longer: bounds the effect of a lost push."""
 RECHECK_SECONDS = 1.0
@@ -226,11 +227,12 @@ class RedisMirror(Mirror):
         """Parse and cache the reply to HGETALL `name`, sent at `sent_at`.
 
         Returns the record or None. An error reply, other than for a foreign type, is not cached and
-        returned as StoreUnavailable.
+        returned as StoreUnavailable; as StoreRefused if another server has the key meanwhile.
         """
         if isinstance(reply, REFUSALS) and code_of(reply) != "WRONGTYPE":
             self.refused(connection, reply)
-            return StoreUnavailable(f"store {connection.server.endpoint}: {reply}")
+            kind = StoreRefused if code_of(reply) == "ASK" else StoreUnavailable
+            return kind(f"store {connection.server.endpoint}: {reply}")
         record = record_fields.read_record(*address, fields_of(reply))
         if self._forgotten_at.get(name, -math.inf) < sent_at:
             self._entries.put(name, *address, connection, record, self._loop.time())

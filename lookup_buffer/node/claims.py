@@ -7,13 +7,15 @@ it. It ends with the publication of the item, on request, with the session that 
 or with its lease.
 
 Claims for several keys are all or none: no request holds one claim while it waits for another. An
-attempt takes the claims as intents, in the order of the keys. It stops at the first key that is
-held by another engine, or is being encoded by this one. It then releases what it took, and the next
-attempt follows when that key is published or its claim may be free. So two engines that need the
-same keys, in any order, never block each other.
+attempt takes the claims as intents: in one round trip those of one server, in the order of the
+keys, and in the order of the servers. It stops where a key is held by another engine, or is being
+encoded by this one. It then releases what it took, and the next attempt follows when the first such
+key is published or its claim may be free. So two engines that need the same keys, in any order,
+never block each other.
 
 Attempts and the other one-way messages of a session run one after another (`_Turns`): none sees
-another's intermediate state.
+another's intermediate state. Only a promise (`_promise`) is kept without its turn, since its intent
+would expire.
 
 The `Arbiter` uses the mirror's connections: this saves a pooled connection's round trip, and the
 mirror keeps the record that comes with the reply. It calls the store if there is no mirror, until
@@ -26,10 +28,11 @@ import hashlib
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from lookup_buffer.errors import BufferFull
@@ -63,6 +66,10 @@ from store import (
     StoreUnavailable,
 )
 
+TOGETHER_MAX = 64
+"""Bound on the claims of a set that are asked for together: others wait for the store meanwhile."""
+CALLS_MAX = 16
+"""Bound on the calls of one server at a time, where the mirror has no connection to it."""
 CLOSE_SECONDS = 1.0
 """For claims still to be released at shutdown; leases end the rest."""
 
@@ -97,24 +104,24 @@ class Arbiter:
     loop: asyncio.AbstractEventLoop
     locator: Locator
     arena: Arena
-    _turns: defaultdict[str, asyncio.Lock] = field(
-        default_factory=lambda: defaultdict(asyncio.Lock)
+    _places: defaultdict[str, asyncio.Semaphore] = field(
+        default_factory=lambda: defaultdict(lambda: asyncio.Semaphore(CALLS_MAX))
     )
-    """By server: calls of the store run one after another, so a frozen one delays only its own."""
+    """By server: calls of the store that run at a time, so a frozen one delays only its own."""
     _breakers: defaultdict[str, Breaker] = field(
         default_factory=lambda: defaultdict(lambda: Breaker(time.monotonic))
     )
     _calls: set[asyncio.Task[None]] = field(default_factory=set)
-    _last: dict[QualifiedKey, tuple[str, Sent]] = field(default_factory=dict)
-    """The last call of the store for a key, and its server, while it runs: until then further
-    calls for the key follow it, also if the key has moved to another server."""
+    _last: dict[QualifiedKey, asyncio.Task[None]] = field(default_factory=dict)
+    """The last call of the store for a key, until it has ended: further ones for the key follow
+    it, also if the key has moved to another server."""
 
     async def claim(self, claiming: Claiming) -> Answer | None:
         """Take a claim, or learn who has it. The request is sent before this suspends.
 
         Returns None if the store has not decided within CLAIM_ANSWER_SECONDS, was not reached, or
-        is out of memory. In this case, and if this is cancelled, it may still grant the claim: a
-        release that follows takes effect after that.
+        is out of memory. In this case, and if this is cancelled, it may still grant a claim that
+        was sent: a release that follows takes effect after that.
         """
         address = _key(claiming)
         decided: asyncio.Future[Reply] = self.loop.create_future()
@@ -175,21 +182,31 @@ class Arbiter:
     def _send_to_store(self, sent: Sent) -> None:
         groups: defaultdict[str, Sent] = defaultdict(dict)
         for one, reply in sent.items():
-            last = self._last.get(_key(one))
-            place = self.locator.place_of(_key(one)) if last is None else last[0]
-            groups[place][one] = reply
+            groups[self.locator.place_of(_key(one))][one] = reply
         for place, group in groups.items():
-            self._last.update((_key(one), (place, group)) for one in group)
-            task = self.loop.create_task(self._call(place, group))
+            before = {self._last[key] for key in map(_key, group) if key in self._last}
+            task = self.loop.create_task(self._call(place, group, before))
+            self._last.update((_key(one), task) for one in group)
             self._calls.add(task)
-            task.add_done_callback(self._calls.discard)
+            task.add_done_callback(partial(self._ended, group))
 
-    async def _call(self, place: str, sent: Sent) -> None:
-        """A call of this server, in its turn. Without a reply the leases end what is released."""
+    def _ended(self, sent: Sent, task: "asyncio.Task[None]") -> None:
+        self._calls.discard(task)
+        for key in map(_key, sent):
+            if self._last.get(key) is task:
+                del self._last[key]
+
+    async def _call(self, place: str, sent: Sent, before: "set[asyncio.Task[None]]") -> None:
+        """A call of this server, after those `before`. Without a reply the leases end what is
+        released."""
         found: Sequence[Reply] = [None] * len(sent)
         breaker = self._breakers[place]
         try:
-            async with self._turns[place]:
+            if before:
+                await asyncio.wait(before)
+            async with self._places[place]:
+                if all(isinstance(one, Claiming) and sent[one].done() for one in sent):
+                    return  # nobody waits for it any more
                 store = await self.locator.store() if breaker.allows() else None
                 if store is not None:
                     found = await self._reply(store, sent)
@@ -200,8 +217,6 @@ class Arbiter:
             breaker.failed()
         finally:
             for (one, reply), each in zip(sent.items(), found, strict=True):
-                if self._last.get(_key(one), (place, None))[1] is sent:
-                    del self._last[_key(one)]
                 self._replied(one, reply, each)
 
     async def _reply(self, store: MetadataStore, sent: Sent) -> Sequence[Reply]:
@@ -356,29 +371,33 @@ class Claims:
         return True
 
     def _keep_promise(self, claim: HeldClaim, lease_seconds: float) -> None:
-        self._start(
-            claim.session, (), self._encode(claim.session, [claim.address], lease_seconds, claim)
-        )
+        with suppress(BufferFull):
+            claim.session.start(self._encode_promised(claim, lease_seconds), keys=())
+
+    async def _encode_promised(self, claim: HeldClaim, lease_seconds: float) -> None:
+        """Without the session's turn, which a set may have until the intent has expired: the
+        arbiter keeps the order of this key. Void if the claim was released."""
+        if self.held.lasting(claim.session, claim.address) is claim:
+            await self._encode_one(claim.session, claim.address, lease_seconds, claim)
 
     async def _encode(
-        self,
-        session: Session,
-        addresses: Iterable[QualifiedKey],
-        lease_seconds: float,
-        promised: HeldClaim | None = None,
+        self, session: Session, addresses: Iterable[QualifiedKey], lease_seconds: float
     ) -> None:
-        """Write the state ENCODING to the store. A promise is void if the claim was released."""
+        """Write the state ENCODING to the store."""
         async with self._sessions[session].turn, asyncio.TaskGroup() as group:
-            if promised is not None and not self.held.lasting(session, promised.address):
-                return
             for address in sorted(addresses):
                 group.create_task(self._encode_one(session, address, lease_seconds))
 
     async def _encode_one(
-        self, session: Session, address: QualifiedKey, lease_seconds: float
+        self,
+        session: Session,
+        address: QualifiedKey,
+        lease_seconds: float,
+        promised: HeldClaim | None = None,
     ) -> None:
+        attempt = self._ask(session, address, ClaimState.ENCODING, lease_seconds, promised)
         with suppress(BufferFull):  # then it encodes without a claim
-            await self._counted(self._ask(session, address, ClaimState.ENCODING, lease_seconds))
+            await self._counted(attempt)
 
     # -- a set of claims
 
@@ -405,31 +424,45 @@ class Claims:
         engine cannot have."""
         taken: list[QualifiedKey] = []
         try:
-            for key in request.keys:
-                address = (request.namespace, key)
-                is_new = self.held.lasting(session, address) is None
-                answer = await self._take(session, address)
-                if answer.outcome is not ClaimOutcome.GRANTED:
-                    return answer
-                if is_new:
-                    taken.append(address)
+            for addresses in self._together([(request.namespace, key) for key in request.keys]):
+                asked = (self._take(session, address, taken) for address in addresses)
+                # All have ended before what was taken is rolled back, also if this is cancelled.
+                for answer in await asyncio.gather(*asked, return_exceptions=True):
+                    if isinstance(answer, BaseException):
+                        raise answer
+                    if answer.outcome is not ClaimOutcome.GRANTED:
+                        return answer
             taken.clear()
             return Answer(ClaimOutcome.GRANTED)
         finally:
             self._roll_back(session, taken)
+
+    def _together(self, addresses: Sequence[QualifiedKey]) -> Iterator[Sequence[QualifiedKey]]:
+        """Those of one server at a time, in an order that is the same for all nodes: of two that
+        take what is on two servers at once, each could get what the other needs, for ever."""
+        place_of = self.waiting.locator.place_of
+        for _, group in groupby(sorted(addresses, key=place_of), place_of):
+            while some := list(islice(group, TOGETHER_MAX)):
+                yield some
 
     def _roll_back(self, session: Session, taken: Sequence[QualifiedKey]) -> None:
         """After the session's end, `end` releases those that no other of its engine uses."""
         if not session.has_ended:
             self._release(session, taken)
 
-    async def _take(self, session: Session, address: QualifiedKey) -> Answer:
+    async def _take(
+        self, session: Session, address: QualifiedKey, taken: list[QualifiedKey]
+    ) -> Answer:
+        """Take one, and add it to `taken` if this engine did not have it."""
         claim = self.held.lasting(session, address)
         if claim is not None and claim.encoding_since is not None:
             left = claim.ends_at - self.loop.time()  # this engine's output is being stored
             return Answer(ClaimOutcome.HELD, address, self.holder, remaining_seconds=left)
         attempt = self._ask(session, address, ClaimState.INTENT, INTENT_SECONDS_MAX)
-        return await self._counted(attempt)
+        answer = await self._counted(attempt)
+        if answer.outcome is ClaimOutcome.GRANTED and claim is None:
+            taken.append(address)
+        return answer
 
     # -- attempts
 
@@ -465,9 +498,14 @@ class Claims:
         return answer
 
     async def _ask(
-        self, session: Session, address: QualifiedKey, state: ClaimState, lease_seconds: float
+        self,
+        session: Session,
+        address: QualifiedKey,
+        state: ClaimState,
+        lease_seconds: float,
+        promised: HeldClaim | None = None,
     ) -> Answer:
-        """Take one claim, or learn who has it.
+        """Take one claim, or learn who has it. `promised`: as long as the engine has this one.
 
         Raises:
             BufferFull: this engine has too many claims.
@@ -493,6 +531,8 @@ class Claims:
             self.reads.published(address)
         elif answer.outcome is ClaimOutcome.GRANTED:
             claim = self.held.find(session, address)
+            if promised is not None and claim is not promised:
+                return answer  # it was released meanwhile, which takes effect after this
             self.held.keep(session, claiming, answer.remaining_seconds)
             if claim is not None:
                 # The engine attached again: the end of its previous session, which may be detected

@@ -33,13 +33,15 @@ from lookup_buffer.node.shares import Shares
 from lookup_buffer.protocol.fields import Fallback, MaybeFallback
 from lookup_buffer.protocol.header import DTYPES, TensorHeader
 from lookup_buffer.protocol.messages import Offer, OpenPool, Prepare, Received, Retract, SeenPool
+from lookup_buffer.shm.index import digest_of
 from store import POOLS_MAX, DeviceLocation, Location, MetadataStore, NodeInfo, PoolEndpoint, Record
 
 OFFERS_MAX: Final = 16_384
 """Bound on the copies that all pools offer, see `shares`: of one at most half as many."""
 OFFERS_OWN: Final = 8
-KNOWN_MAX: Final = 4096
-"""Bound on the keys that a pool is assumed to have received."""
+KNOWN_MAX: Final = 65_536
+"""Bound on the keys that all pools are assumed to have received, see `shares`."""
+KNOWN_OWN: Final = 8
 LANE_TICKET: Final = 1 << TICKET_BITS
 """Tickets of lanes have this bit; those of `arena` do not. The others are as random: see there."""
 BASE_SECONDS: Final = 1.0
@@ -64,11 +66,13 @@ class Pool:
 
     session: Session
     opened: OpenPool
+    received: Shares
+    """Counts what all pools received."""
     told: set[str] = field(default_factory=set)
     """Ids of other nodes' pools that its process has received."""
-    known: OrderedDict[QualifiedKey, None] = field(default_factory=OrderedDict)
-    """What it received, newest last; it may have evicted some of it."""
     under_way: int = 0
+    _known: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    """Digests of what it received, newest last; it may have evicted some of it."""
 
     def let_go(self, tickets: list[int], keys: list[QualifiedKey]) -> None:
         """Send its process the request to drop these; see `protocol/messages.py`."""
@@ -88,11 +92,28 @@ class Pool:
             self.session.anchor.send(message)
 
     def note(self, address: QualifiedKey) -> None:
-        """It received this key."""
-        self.known[address] = None
-        self.known.move_to_end(address)
-        if len(self.known) > KNOWN_MAX:
-            self.known.popitem(last=False)
+        """It received this key. Of what is too much the oldest is forgotten."""
+        self.forget(address)
+        while not self.received.fits(self):
+            self._known.popitem(last=False)
+            self.received.add(self, -1)
+        self._known[digest_of(*address)] = None
+        self.received.add(self)
+
+    def knows(self, address: QualifiedKey) -> bool:
+        """Whether it received this key."""
+        return digest_of(*address) in self._known
+
+    def forget(self, address: QualifiedKey) -> None:
+        """It does not have this key."""
+        digest = digest_of(*address)
+        if digest in self._known:
+            del self._known[digest]
+            self.received.add(self, -1)
+
+    def close(self) -> None:
+        self.received.add(self, -len(self._known))
+        self._known.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +141,20 @@ class Pools:
         default_factory=lambda: Shares("offers of a device", OFFERS_MAX, OFFERS_OWN)
     )
     _offers: dict[QualifiedKey, dict[Pool, _Offered]] = field(default_factory=dict)
+    _received: Shares = field(
+        default_factory=lambda: Shares("keys that a device received", KNOWN_MAX, KNOWN_OWN)
+    )
 
     def open(self, session: Session, request: OpenPool) -> None:
         """Register a session's pool; the session has none yet."""
-        self._pools[session] = Pool(session, request)
+        self._pools[session] = Pool(session, request, self._received)
         self._count()
 
     def close(self, session: Session) -> Pool | None:
         """The session is over, and its pool invalid. Returns that pool. Idempotent."""
         pool = self._pools.pop(session, None)
         if pool is not None:
+            pool.close()
             self._count()
             for address in [at for at, offers in self._offers.items() if pool in offers]:
                 self._retract(address, pool)
@@ -189,7 +214,7 @@ class Pools:
             return
         for key in request.keys:
             address = (request.namespace, key)
-            pool.known.pop(address, None)
+            pool.forget(address)
             self._retract(address, pool)
 
     def _retract(self, address: QualifiedKey, pool: Pool) -> None:
@@ -372,7 +397,7 @@ class Lanes:
         if held is None or pool is None or pool not in held.waiting or held.done.done():
             return  # too late: it is requested to drop it
         if request.reason:
-            pool.known.pop(held.address, None)
+            pool.forget(held.address)
             held.settle(Fallback(request.reason))
             return
         held.waiting.discard(pool)
@@ -441,7 +466,7 @@ def _may_come(address: QualifiedKey, located: Located, pools: Sequence[Pool]) ->
     record = located.record
     if record is None or not _is_for_devices(record):
         return False
-    known = bool(pools) and all(address in pool.known for pool in pools)
+    known = bool(pools) and all(pool.knows(address) for pool in pools)
     return bool(_on_devices(located) or (known and located.sources))
 
 

@@ -2,8 +2,9 @@
 
 With a mirror it caches the store's records, which the store invalidates: a look-up of a cached key
 costs no round trip. Without one, by the setting or because a package's store has none, it calls the
-store for each look-up. It reads the membership when a record names an unknown node. A failed store
-is a value, not an error. Called by `read`, `devices`, `takes`, `announcements` and `claims`.
+store for each look-up; so it does for a key that is moving to another server. It reads the
+membership when a record names an unknown node. A failed store is a value, not an error. Called by
+`read`, `devices`, `takes`, `announcements` and `claims`.
 
 `Waiting` resumes a waiter when a client of this node inserts the key, when the store may have its
 record or a free claim, after a pause, and at its deadline. Called by `read`, `insert`, `claims` and
@@ -32,6 +33,7 @@ from store import (
     MetadataStore,
     Record,
     StoreError,
+    StoreRefused,
     StoreUnavailable,
 )
 
@@ -123,7 +125,7 @@ class Locator:
     _opening: asyncio.Task[None] | None = None
     _open_at: float = 0.0
     _look_ups: _Batched[QualifiedKey, dict[QualifiedKey, Found]] = field(init=False)
-    """Without a mirror."""
+    """Without a mirror, and of what it cannot read while a slot of a cluster moves."""
     _meetings: _Batched[Record, None] = field(init=False)
     """Readings of the membership, for records that name unknown nodes."""
     _breakers: defaultdict[str, Breaker] = field(
@@ -149,10 +151,14 @@ class Locator:
         if not addresses or await self.store() is None:
             return [NOT_REACHED] * len(addresses)
         if self._mirror is None:
-            found_by_address = await asyncio.shield(self._look_ups.request(addresses))
-            found = [found_by_address[address] for address in addresses]
+            found = await self._read(addresses)
         else:
             found = await self._ask(self._mirror, addresses)
+            moving = [n for n, one in enumerate(found) if isinstance(one, StoreRefused)]
+            if moving:
+                read = await self._read([addresses[n] for n in moving])
+                for n, one in zip(moving, read, strict=True):
+                    found[n] = one
         await self.meet([record for record in found if isinstance(record, Record)])
         return [
             NOT_REACHED if isinstance(one, StoreError) else located(one, self.directory)
@@ -271,6 +277,10 @@ class Locator:
 
         mirror.ask(addresses[0][0], [key for _, key in addresses], answered)
         return await answer
+
+    async def _read(self, addresses: Sequence[QualifiedKey]) -> list[Found]:
+        found = await asyncio.shield(self._look_ups.request(addresses))
+        return [found[address] for address in addresses]
 
     async def _look_up(self, addresses: list[QualifiedKey]) -> dict[QualifiedKey, Found]:
         """Look up these keys at the store, except on servers whose breaker is open."""

@@ -399,7 +399,7 @@ class Fetcher:
         try:
             await self._receiver.request(link, [one.request for one in batch.left])
             while batch.left:
-                header = await self._receiver.header(link)
+                header = await self._receiver.header(link, has_begun=batch.has_begun)
                 if not began:
                     began = self.loop.time()
                     holder.pace.answered(began - started, began)

@@ -7,6 +7,7 @@ import pytest
 from claiming import WAIT_SECONDS, ask, claim_in, keys
 from lookup_buffer.client.buffer import EngineRank
 from lookup_buffer.client.handles import PrefetchState
+from lookup_buffer.node.claims import TOGETHER_MAX
 from lookup_buffer.protocol.messages import ClaimOutcome
 from nodes import NodeProcess, StartNode, wait_until
 from proxies import Relay
@@ -44,8 +45,8 @@ def test_a_claim_released_before_its_grant_is_not_held(
 def test_a_prefetch_does_not_wait_for_the_claims_of_many_keys(
     start_server: StartServer, start_node: StartNode
 ) -> None:
-    """Claims are sent one by one; the items to fetch are located meanwhile."""
-    names = keys(50)
+    """Not all claims are sent at once; the items to fetch are located meanwhile."""
+    names = keys(20 * TOGETHER_MAX)
     with closing(Relay()) as relay:
         relay.connect_to(str(start_server().directory / "server.sock"))
         url = f"redis://127.0.0.1:{relay.port}"

@@ -13,6 +13,7 @@ import pytest
 
 from lookup_buffer.device.lane import DeviceLane
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node import devices
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import Connection, Seat, Session
 from lookup_buffer.node.counters import Counters
@@ -172,3 +173,32 @@ def test_the_tickets_of_a_session_are_pins_of_it_and_as_bounded(engine: Engine) 
     for receiving in receivings:
         assert engine.loop.run_until_complete(receiving) is None
     assert shares.fits(owner, 4)
+
+
+def test_what_pools_received_is_bounded_for_all_together(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """A client may open many sessions, each with a pool."""
+    monkeypatch.setattr(devices, "KNOWN_MAX", 20)
+    engine = Engine()
+    request.addfinalizer(engine.end)
+    at = Location("elsewhere", BOOT, 1, 7)
+
+    def received(rank: int) -> list[int]:
+        """After the last of 30 keys: what its pool is taken to have."""
+        pool = engine.pools.of(engine.workers[rank])
+        assert pool is not None
+        for n in range(30):
+            pool.note(("f" * 64, f"k{n}"))
+        found = []
+        for n in range(30):
+            record = a_record("f" * 64, f"k{n}", dtype="uint8", shape=(3,), nbytes=3)
+            located = Located(record, ((at, "tcp://127.0.0.1:1"),))
+            if devices._may_come((record.namespace, record.key), located, [pool]):
+                found.append(n)
+        return found
+
+    assert received(0) == list(range(20, 30)), "half of all"
+    assert len(received(1)) < 10
+    engine.lanes.close(engine.workers[0])
+    assert received(1) == list(range(20, 30)), "what is closed counts no more"

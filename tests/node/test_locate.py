@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from awaited import at_once, awaited
+from clusters import ValkeyCluster, names_in_slots, slot_of
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.node.locate import NOT_REACHED, Located, Locator, Waiting
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.shm.index import RemoteIndex, RemoteIndexReader, digest_of
+from patience import scaled
 from store import (
     BlockingStore,
     EmbeddedServer,
@@ -20,6 +22,7 @@ from store import (
     NodeInfo,
     Record,
     StoreUnavailable,
+    layout,
     open_store,
 )
 from store.entries import ABSENT_SECONDS_MAX
@@ -177,6 +180,39 @@ async def _the_mirror_agrees_with_the_reply_to_a_claim(url: str, namespace: str)
     assert locator.known(namespace, ["other"]) == [None], "it was read before"
     locator.close()
     await storage.close()
+
+
+def test_a_key_in_a_slot_that_moves_is_found_where_it_is(
+    valkey_cluster: ValkeyCluster, namespace: str
+) -> None:
+    """Its server refers to the other one by ASK, which only the store follows."""
+    slot = slot_of(layout.record(namespace, "k0"))
+    there, absent = names_in_slots(namespace, 2, range(slot, slot + 1))
+    source = valkey_cluster.owner(slot)
+    target = next(master for master in valkey_cluster.masters() if master is not source)
+    with open_store(valkey_cluster.url, call_timeout_seconds=5.0) as store:
+        record = Record(namespace, there, "uint8", (1,), 1, "tensor", 1.0)
+        store.publish(record, Location("node-k", "boot", 1, 1), ttl_seconds=60.0)
+    elsewhere = [(namespace, f"nowhere{n}") for n in range(64)]
+    found: list[Located] = []
+
+    async def look() -> None:
+        storage = storage_at(valkey_cluster.url)
+        locator = locator_on(storage)
+        locator.start()
+        async with asyncio.timeout(scaled(10.0)):
+            while NOT_REACHED in await locator.locate(elsewhere):  # which servers there are
+                await asyncio.sleep(0.01)
+        found.extend(await locator.locate([(namespace, absent), (namespace, there)]))
+        locator.close()
+        await storage.close()
+
+    def run() -> None:
+        asyncio.run(look())
+
+    valkey_cluster.move_slot(slot, target, between=run, emptied=run)
+    valkey_cluster.move_slot(slot, source)
+    assert [one.reason for one in found] == ["absent", "owner_dead"] * 2, "node-k is none"
 
 
 def test_look_ups_without_a_mirror_share_round_trips(

@@ -55,12 +55,18 @@ class Far:
     def links(self) -> list[FramedSocket]:
         return list(self.parts_of)
 
-    def start(self, key: str, generation: int, nbytes: int) -> "asyncio.Future[Fetched]":
+    def wanted(
+        self, key: str, generation: int, nbytes: int
+    ) -> tuple[Wanted, "asyncio.Future[Fetched]"]:
         source = (Location(self.bench.location.node, "boot", generation, 1), self.bench.endpoint)
         record = Record(NAMESPACE, key, "uint8", (nbytes,), nbytes, "tensor", 1.0)
         fetched: asyncio.Future[Fetched] = self.bench.loop.create_future()
         located = Located(record, (source,))
-        self.fetcher.fetch([Wanted((NAMESPACE, key), located, fetched.set_result)])
+        return Wanted((NAMESPACE, key), located, fetched.set_result), fetched
+
+    def start(self, key: str, generation: int, nbytes: int) -> "asyncio.Future[Fetched]":
+        one, fetched = self.wanted(key, generation, nbytes)
+        self.fetcher.fetch([one])
         return fetched
 
     async def fetch(self, key: str, generation: int, nbytes: int) -> Fetched:
@@ -111,16 +117,16 @@ def far(
     return lambda test: peer_servers.on_a_loop(partial(run, test), Credentials(TOKEN, tls))
 
 
-def inserted(bench: Bench, key: str = "large") -> tuple[str, int, int]:
+def inserted(bench: Bench, key: str = "large", nbytes: int = NBYTES) -> tuple[str, int, int]:
     """An item of the holder, each byte of which says where it is: key, generation, bytes."""
-    header = TensorHeader.for_tensor("uint8", (NBYTES,))
+    header = TensorHeader.for_tensor("uint8", (nbytes,))
     item = bench.arena.reserve((NAMESPACE, key), header, origin="local", ttl_seconds=None)
     assert item is not None
     memory = bench.arena.bytes_of(item)
-    memory[:] = (bytes(range(251)) * (NBYTES // 251 + 1))[:NBYTES]
+    memory[:] = (bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
     held = bench.arena.commit(item, xxh3_64_intdigest(memory), owner=1)
     bench.arena.release([held.ticket], 1)
-    return key, item.generation, NBYTES
+    return key, item.generation, nbytes
 
 
 def test_a_large_item_comes_over_several_connections(far: Runs) -> None:
@@ -277,6 +283,33 @@ def test_a_holder_that_stops_for_a_moment_in_the_middle_has_not_failed(
         fetched = await one.fetch(*inserted(one.bench))
         assert fetched.held is not None
         one.arena.release([fetched.held.ticket], FETCH_OWNER)
+
+    far(test)
+
+
+def test_nor_has_one_that_stops_in_the_middle_of_a_batch(
+    far: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receive, "PEER_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(peers, "TOGETHER_BYTES", 1)  # each is sent by itself
+    answer = peers.Reader._answer
+    answers = 0
+
+    async def stop(reader: peers.Reader, replies: Any) -> None:
+        nonlocal answers
+        answers += 1
+        await asyncio.sleep(2.0 if answers == 2 else 0.0)
+        await answer(reader, replies)
+
+    async def test(one: Far) -> None:
+        batch = [one.wanted(*inserted(one.bench, f"k{n}", MIB)) for n in range(3)]
+        monkeypatch.setattr(peers.Reader, "_answer", stop)
+        one.fetcher.fetch([wanted for wanted, _ in batch])
+        for _, coming in batch:
+            fetched = await asyncio.wait_for(coming, scaled(20.0))
+            assert fetched.held is not None, fetched.reason
+            one.arena.release([fetched.held.ticket], FETCH_OWNER)
+        assert answers == 3, "each was asked for once"
 
     far(test)
 

@@ -74,6 +74,18 @@ def test_beyond_the_limit_the_least_recently_read_entries_are_evicted() -> None:
     assert known(entries) == {"k5", *(f"k{n}" for n in range(7, 16))}
 
 
+def test_entries_of_long_keys_count_more() -> None:
+    """A client chooses the keys, also of what nobody has."""
+    entries, connection = Entries(90), a_connection()
+    put(entries, connection, *(f"{n:02}" + "k" * 4094 for n in range(50)))
+    assert len(entries) == 10
+    put(entries, connection, *(f"k{n}" for n in range(90)), now=2.0)
+    assert known(entries) == {f"k{n}" for n in range(90)}
+    entries.drop_older(3.0)
+    put(entries, connection, *(f"{n:02}" + "k" * 4094 for n in range(10)), now=4.0)
+    assert len(entries) == 10
+
+
 def test_a_key_that_moved_belongs_to_the_new_connection() -> None:
     entries, before, after = Entries(10), a_connection(), a_connection()
     put(entries, before, "moved", "stays")

@@ -34,11 +34,12 @@ class Way:
     def __init__(self, loop: VirtualLoop, chance: random.Random) -> None:
         self._loop = loop
         self._chance = chance
+        self.seconds: Sequence[float] = (0.0002, 0.001, 0.005, 0.03)
         self._arrives_at = 0.0
         self._messages: deque[Callable[[], object]] = deque()
 
     def send(self, function: Callable[..., object], *arguments: Any) -> None:
-        takes = self._chance.choice((0.0002, 0.001, 0.005, 0.03))
+        takes = self._chance.choice(self.seconds)
         self._arrives_at = max(self._arrives_at, self._loop.now + takes)
         self._messages.append(partial(function, *arguments))
         self._loop.call_at(self._arrives_at, self._arrive)
@@ -168,6 +169,9 @@ class VirtualNode:
 
     def known(self, namespace: str, keys: Sequence[str]) -> list[bool | None]:
         return [None] * len(keys)
+
+    def place_of(self, address: QualifiedKey) -> str:
+        return ""
 
     def watch(self, address: QualifiedKey, wake: Callable[[], None]) -> Callable[[], None]:
         watch = (address[1], wake)

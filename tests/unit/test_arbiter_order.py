@@ -5,7 +5,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lookup_buffer.node.claims import CLOSE_SECONDS, Answer, Arbiter
+from lookup_buffer.node.claims import CALLS_MAX, CLOSE_SECONDS, Answer, Arbiter
 from lookup_buffer.node.storage import FAILURES_TO_OPEN
 from lookup_buffer.protocol.messages import ClaimOutcome
 from store import ClaimAnswer, Claiming, ClaimState, Releasing, StoreUnavailable
@@ -103,7 +103,7 @@ class Node:
 
 def test_calls_for_a_key_keep_their_order_and_wait_for_no_other_server() -> None:
     node = Node()
-    node.here.seconds = {"s": 1.0, "f": 0.01}
+    node.here.seconds = {"s": 0.09, "f": 0.01}
     for n in range(5):
         node.claim(f"s{n}")
         node.release(f"s{n}")
@@ -111,8 +111,8 @@ def test_calls_for_a_key_keep_their_order_and_wait_for_no_other_server() -> None
         node.claim(f"s{n}")
         node.claim(f"f{n}")
     node.release("s0")
-    node.loop.run(0.1)
-    assert node.here.done == [f"f{n}" for n in range(5)]
+    node.loop.run(0.05)
+    assert sorted(node.here.done) == [f"f{n}" for n in range(5)]
     node.loop.run(100.0)
     assert len(node.here.done) == 26
     assert node.here.claimed == {f"{server}{n}" for server in "fs" for n in range(5)} - {"s0"}
@@ -120,7 +120,7 @@ def test_calls_for_a_key_keep_their_order_and_wait_for_no_other_server() -> None
 
 def test_calls_for_a_key_that_moves_to_another_server_keep_their_order() -> None:
     node = Node()
-    node.here.seconds = {"k": 1.0}
+    node.here.seconds = {"k": 0.3}
     node.claim("k")
     node.claim("k")
     node.loop.run(0.1)
@@ -146,8 +146,30 @@ def test_a_claim_that_is_granted_after_its_key_was_inserted_here_is_released() -
     assert node.decided == [None], "it was not decided in time"
     node.held.add("k")
     node.loop.run(10.0)
-    assert node.here.calls == 4
+    assert node.here.calls == 2, "the one that was given up is not sent"
     assert not node.here.claimed
+
+
+def test_claims_at_once_are_all_decided_by_a_server_that_is_far_away() -> None:
+    node = Node()
+    node.here.seconds = {"k": 0.05}
+    for n in range(12):
+        node.claim(f"k{n}")
+    node.loop.run(0.4)
+    assert [answer and answer.outcome for answer in node.decided] == [ClaimOutcome.GRANTED] * 12
+
+
+def test_calls_of_one_server_are_bounded_and_none_is_made_for_a_claim_that_is_given_up() -> None:
+    node = Node()
+    node.here.seconds = {"h": 5.0}
+    for n in range(3 * CALLS_MAX):
+        node.claim(f"h{n}")
+    node.loop.run(1.0)
+    assert node.decided == [None] * 3 * CALLS_MAX
+    assert node.here.calls == CALLS_MAX
+    node.release(f"h{2 * CALLS_MAX}")
+    node.loop.run(20.0)
+    assert node.here.calls == CALLS_MAX + 1
 
 
 def test_a_key_that_another_node_stored_meanwhile_is_not_claimed() -> None:
@@ -172,12 +194,16 @@ def test_a_claim_does_not_wait_long_for_news_of_the_nodes_that_a_record_names() 
 def test_a_server_that_fails_is_not_called_for_a_while_and_others_are() -> None:
     node = Node()
     node.here.error["d"] = StoreUnavailable("down")
-    for n in range(2 * FAILURES_TO_OPEN):
+    for n in range(2 * CALLS_MAX):
         node.claim(f"d{n}")
     node.claim("l")
     node.loop.run(0.01)
-    assert node.here.calls == FAILURES_TO_OPEN + 1
-    assert node.decided.count(None) == 2 * FAILURES_TO_OPEN
+    assert node.here.calls <= CALLS_MAX + FAILURES_TO_OPEN + 1
+    assert node.decided.count(None) == 2 * CALLS_MAX
+    before = node.here.calls
+    node.claim("d")
+    node.loop.run(0.01)
+    assert node.here.calls == before
     assert node.here.done == ["l"]
 
 

@@ -15,6 +15,7 @@ from cancelling import cancel_at_each_wait
 from lookup_buffer.node.counters import UNASKED
 from lookup_buffer.node.held_claims import CLAIMS_MAX
 from lookup_buffer.protocol.messages import Claim, ClaimAll, ClaimOutcome, Encoding, Unclaim
+from store import ClaimState
 from virtual_loop import VirtualLoop
 from virtual_nodes import NAMESPACE, Store, VirtualNode
 
@@ -220,3 +221,91 @@ def test_claims_and_releases_leave_no_garbage() -> None:
     finally:
         gc.enable()
     assert pair.here.claims.counters.totals()["claims_granted"] == 600
+
+
+# -- a store that is far away
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0.05, 12), (0.1, 8), (0.2, 4)])
+def test_the_claims_of_another_request_cost_no_claim_of_a_running_encode(
+    seconds: float, count: int
+) -> None:
+    """`seconds`: for a round trip. An intent has become ENCODING in the store within a second."""
+    pair = Pair()
+    for way in (pair.here.to_store, pair.here.from_store):
+        way.seconds = (seconds / 2,)
+    assert pair.claim_of("a") == []
+    pair.loop.run(seconds + 0.001)
+    waits = pair.claim_of("a", node=pair.there)
+    pair.here.handle(Encoding(2, NAMESPACE, ["a"], 3.0), lambda _: None)
+    pair.loop.run(0.45)
+    keys = [f"k{n:02}" for n in range(count)]
+    granted = pair.claim_of(*keys, number=3)
+    for _ in range(200):
+        pair.loop.run(0.01)
+        assert pair.store.holder("a") is pair.here, f"lost after {pair.loop.now:.2f} s"
+    assert granted == [ClaimOutcome.GRANTED]
+    assert waits == [ClaimOutcome.PENDING]
+    pair.at_rest()
+
+
+def test_of_a_set_that_is_granted_no_claim_has_lapsed() -> None:
+    pair = Pair()
+    for way in (pair.here.to_store, pair.here.from_store):
+        way.seconds = (0.025,)
+    keys = [f"k{n:02}" for n in range(24)]
+    events = pair.claim_of(*keys)
+    while not events:
+        pair.loop.run(0.01)
+    assert events == [ClaimOutcome.GRANTED]
+    assert [key for key in keys if pair.store.holder(key) is None] == []
+    pair.at_rest()
+
+
+@pytest.mark.parametrize("claims_again", [False, True])
+def test_a_promise_that_is_being_kept_revives_no_claim_that_is_given_up(claims_again: bool) -> None:
+    for milliseconds in range(0, 110, 5):
+        pair = Pair()
+        for way in (pair.here.to_store, pair.here.from_store):
+            way.seconds = (0.05,)
+        pair.claim_of("a")
+        pair.loop.run(0.1 + 1e-6)
+        pair.here.handle(Encoding(2, NAMESPACE, ["a"], 60.0), lambda _: None)
+        pair.loop.run(0.6 + milliseconds / 1000)  # it is kept now: the round trip takes 0.1 s
+        pair.here.handle(Unclaim(3, NAMESPACE, ["a"], 0), lambda _: None)
+        events = pair.claim_of("a", number=4) if claims_again else []
+        pair.loop.run(0.3)
+        claim = pair.here.claims.held.find(pair.here.session, (NAMESPACE, "a"))
+        if claims_again:
+            assert events == ["granted"]
+            assert claim is not None
+            assert claim.encoding_since is None, "an intent"
+            assert pair.store.claims["a"][1] is ClaimState.INTENT
+        else:
+            assert claim is None
+            assert pair.store.holder("a") is None
+        pair.at_rest()
+
+
+def test_a_set_of_which_one_key_is_held_gives_back_all_others() -> None:
+    pair = Pair()
+    pair.claim_of("k1", node=pair.there)
+    pair.loop.run(0.2)
+    events = pair.claim_of("k0", "k1", "k2")
+    pair.loop.run(0.2)
+    assert events == [ClaimOutcome.PENDING]
+    assert [pair.store.holder(key) for key in ("k0", "k2")] == [None, None]
+    pair.there.handle(Unclaim(2, NAMESPACE, ["k1"], 0), lambda _: None)
+    pair.loop.run(0.3)
+    assert events == [ClaimOutcome.PENDING, ClaimOutcome.GRANTED]
+    pair.at_rest()
+
+
+def test_the_claims_of_a_set_are_asked_for_server_by_server() -> None:
+    """Of two that take those of two servers at once each could get what the other needs, always."""
+    pair = Pair()
+    pair.here.place_of = lambda address: address[1][-1]  # type: ignore[method-assign]
+    pair.claim_of("k1a", "k2b", "k3a", "k4a")
+    pair.loop.run(0.0)
+    assert pair.here.to_store.under_way == 3
+    pair.at_rest()
