@@ -465,7 +465,7 @@ class Registrar:
         await self._tasks.run_until(began + self.heartbeat.pause_seconds(), store)
 
     async def _own_beat(self, store: MetadataStore) -> None:
-        was_established = self.heartbeat.established
+        was_established = self.heartbeat.was_established
         if await self.heartbeat.beat(store):
             self._walk_pause_seconds = 0.0  # all is written again, also if this beat fails below
             self._undescribed |= dict.fromkeys(self._namespaces)

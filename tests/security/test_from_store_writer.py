@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -289,11 +290,11 @@ def test_of_many_locations_readers_keep_as_many_as_nodes_write() -> None:
     assert len(record.locations) == len(record.devices) == LOCATIONS_MAX
 
 
-def describe(url: str, node: str, **described: str) -> None:
+def describe(url: str, node: str, *, sequence: int = 1, **described: str) -> None:
     """Write a description and a beat of a node, as its boot would."""
     others = dict.fromkeys(("version", "capacity", "used", "items"), "1")
     hash_set(url, f"lb:node:{node}", described | others)
-    hash_set(url, "lb:nodes", {node: f"{described['boot']}:1"})
+    hash_set(url, "lb:nodes", {node: f"{described['boot']}:{sequence}"})
 
 
 def test_huge_descriptions_of_nodes_are_not_kept(
@@ -328,12 +329,17 @@ def test_a_node_takes_no_more_nodes_than_a_bound(
 def test_what_a_node_says_when_its_id_is_taken_is_one_line_of_its_log(
     start_node: StartNode, start_server: StartServer
 ) -> None:
-    """By a beat under its id he ends it, and it quotes what he says of the other node."""
+    """By beats under its id he ends it, and it quotes what he says of the other node."""
     url = start_server().url
     node = start_node(store_url=url)
     with_store(node)
-    describe(url, node.node_id, boot="evil", endpoint="tcp://x:1", host="h\nforged \x1b[31m")
-    wait_until(lambda: "took this id over" in node.log_text(), 30.0)
+    evil, sequences = {"boot": "evil", "host": "h\nforged \x1b[31m"}, itertools.count()
+
+    def ended() -> bool:
+        describe(url, node.node_id, sequence=next(sequences), endpoint="tcp://x:1", **evil)
+        return "took this id over" in node.log_text()
+
+    wait_until(ended, 30.0)
     (line,) = [line for line in node.log_text().splitlines() if "boot evil" in line]
     assert r"on host h\nforged \x1b[31m took this id over" in line
 

@@ -241,12 +241,32 @@ def test_a_replaced_node_ends_and_writes_nothing_more() -> None:
     with registrar_on(store) as (registrar, arena):
         assert comes_true(registrar, lambda: "us" in store.beats(), 3.0)
         store.beat("us", "later", 1, replacing=store.beats()["us"])
-        assert comes_true(registrar, lambda: registrar.fault, 3.0)
+        assert comes_true(registrar, lambda: not registrar.heartbeat.established, 3.0)
         insert(arena, "k")
+        assert not comes_true(registrar, lambda: registrar.fault or any(held(store, "k")), 2.0)
+        store.beat("us", "later", 2)
+        assert comes_true(registrar, lambda: registrar.fault, 3.0)
     assert isinstance(registrar.fault, ConfigError)
     assert "boot later" in str(registrar.fault)
     assert held(store, "k") == [False]
     assert store.beats()["us"].boot == "later"
+
+
+def test_a_store_restored_from_a_snapshot_older_than_this_boot_is_filled_again() -> None:
+    """It names an earlier boot of this node, and an item of that boot."""
+    store = MemoryStore()
+    with registrar_on(store) as (registrar, arena):
+        insert(arena, "k")
+        assert comes_true(registrar, lambda: held(store, "k") == [True], 3.0)
+        store.withdraw(NAMESPACE, "k", "us", reason="test")
+        store.leave("us", "usboot")
+        store.beat("us", "earlier", 7)
+        assert comes_true(registrar, lambda: not registrar.heartbeat.established, 3.0)
+        insert(arena, "meanwhile")
+        assert not comes_true(registrar, lambda: any(held(store, "k", "meanwhile")), 2.5)
+        assert comes_true(registrar, lambda: all(held(store, "k", "meanwhile")), 3.0)
+        assert store.beats()["us"].boot == "usboot"
+        assert registrar.fault is None
 
 
 class Failing(MemoryStore):
