@@ -7,9 +7,11 @@ with each beat, on the loop's thread. It writes nothing to the store.
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 from lookup_buffer.node.arena import Arena, Item
@@ -28,8 +30,9 @@ class Invalidations:
     arena: Arena
     clock: Clock
     wall_clock: Clock = time.time
-    _listed: dict[str, float] | None = None
-    """None until the list was read for the first time."""
+    _marks: dict[str, float] | None = None
+    """The newest mark of each namespace, INVALIDATIONS_MAX at most; None until the list was read
+    for the first time."""
     _recent: dict[str, float] = field(default_factory=dict)
     """By namespace: until when copies from other nodes are removed. INVALIDATIONS_MAX at most."""
     _has_warned: bool = False
@@ -58,7 +61,7 @@ class Invalidations:
             await self._remove(self.arena.items_of(namespace))
         room = max(0, INVALIDATIONS_MAX - len(self._recent))
         self._recent |= dict.fromkeys(news[:room], now + LATE_SECONDS)
-        self._listed = found
+        self._remember(found)
         for namespace in here.intersection(self._recent):
             await self._remove(self.arena.items_of(namespace, fetched_only=True))
         self._recent = {space: until for space, until in self._recent.items() if now < until}
@@ -74,6 +77,13 @@ class Invalidations:
             await asyncio.sleep(0)
 
     def _is_news(self, namespace: str, at: float) -> bool:
-        if self._listed is None:  # older invalidations are of no concern: this node had no items
+        if self._marks is None:  # older invalidations are of no concern: this node had no items
             return at >= self._started_at
-        return self._listed.get(namespace) != at
+        return at > self._marks.get(namespace, -math.inf)
+
+    def _remember(self, found: Mapping[str, float]) -> None:
+        """Also marks that the store has lost: a snapshot of it may bring them back."""
+        known = self._marks or {}
+        self._marks = {space: max(at, known.get(space, at)) for space, at in found.items()}
+        lost = ((space, at) for space, at in known.items() if space not in found)
+        self._marks |= islice(lost, max(0, INVALIDATIONS_MAX - len(found)))

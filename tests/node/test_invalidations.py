@@ -1,6 +1,7 @@
 """Invalidated namespaces: nodes drop their items of them, and nothing else."""
 
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -189,3 +190,30 @@ def test_the_first_mark_read_counts_if_it_is_younger_than_the_node(
     part.hold("first")
     part.store.mark_invalid("ns", at)
     assert part.heed() == gone
+
+
+def test_an_old_mark_drops_nothing_again(part: Part) -> None:
+    """A snapshot of the store brings it back, also after the store had lost all."""
+    part.heed()
+    for at in (5001.0, 5002.0):
+        part.hold(f"before {at}")
+        part.store.mark_invalid("ns", at)
+        assert part.heed() == [f"before {at}"]
+    part.hold("kept")
+    part.store.mark_invalid("ns", 5001.0)
+    assert part.heed() == []
+    part.store = MemoryStore()
+    assert part.heed() == []
+    part.store.mark_invalid("ns", 5002.0)
+    assert part.heed() == []
+    part.store.mark_invalid("ns", 5003.0)
+    assert part.heed() == ["kept"]
+
+
+def test_a_mark_by_a_clock_that_was_ahead_does_not_hide_the_next_one(
+    store: BlockingStore, url: str
+) -> None:
+    space, ahead = Namespace.named(f"ahead-{secrets.token_hex(4)}").fingerprint, time.time() + 3600
+    store.mark_invalid(space, ahead)
+    run_json("invalidate", space, "--store-url", url)
+    assert store.invalidations()[space] > ahead
