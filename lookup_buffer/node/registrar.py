@@ -173,7 +173,7 @@ class Registrar:
         self.breaker, self.dirty = Breaker(clock), DirtySet(clock)
         self.heartbeat = Heartbeat(self.identity, clock)
         self._beat_at = self._walked_at = clock()
-        self._invalidations = Invalidations(self.arena, clock)
+        self._invalidations = Invalidations(self.loop, self.arena)
         self._failures = FailureLog(clock)
         self._tasks = PeriodicTasks(
             self._failures,
@@ -245,6 +245,7 @@ class Registrar:
         if self._task is not None:
             await asyncio.wait([self._task], timeout=CLOSE_SECONDS)
             self._task.cancel()
+        self._invalidations.close()
 
     # -- the task
 
@@ -454,7 +455,7 @@ class Registrar:
         await self.directory.refresh(store)
         if not (self.read_only or self.heartbeat.established):
             return  # meanwhile this node can read from others
-        try:  # it never pauses: after two beats of a node, an invalidation counts as applied there
+        try:  # it never pauses: after two beats of a node, it has read the mark of an invalidation
             await self._invalidations.apply(store)
         except StoreError as error:
             self._failures.log("invalidated namespaces were not read; retried", error)

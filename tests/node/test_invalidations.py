@@ -1,5 +1,6 @@
 """Invalidated namespaces: nodes drop their items of them, and nothing else."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from awaited import at_once, awaited
+from awaited import awaited
 from command_line import assert_refused, run, run_json
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.inspection.findings import Code
@@ -22,6 +23,7 @@ from memory_store import MemoryStore
 from nodes import StartNode, handoff, key, wait_until
 from servers import StartServer, patient
 from store import BlockingStore
+from virtual_loop import VirtualLoop
 
 
 @pytest.fixture
@@ -122,11 +124,11 @@ def test_an_invalid_namespace_is_refused(store: BlockingStore, url: str) -> None
 
 class Part:
     def __init__(self) -> None:
-        self.now, self.wall = 100.0, 5000.0
+        self.loop, self.wall = VirtualLoop(), 5000.0
         self.store = MemoryStore()
         self.gone: list[tuple[str, str]] = []
-        self.arena = Arena(1 << 20, self._changed)
-        self.invalidations = Invalidations(self.arena, lambda: self.now, lambda: self.wall)
+        self.arena = Arena(1 << 20, self._changed, self.loop.time)
+        self.invalidations = Invalidations(self.loop, self.arena, lambda: self.wall)
 
     def _changed(self, address: tuple[str, str], reason: str) -> None:
         if reason:
@@ -140,9 +142,11 @@ class Part:
 
     def heed(self, seconds_later: float = 0.0) -> list[str]:
         """The keys that went."""
-        self.now += seconds_later
+        self.loop.run(seconds_later)
         self.gone.clear()
-        at_once(self.invalidations.apply(awaited(self.store)))
+        applied = self.loop.create_task(self.invalidations.apply(awaited(self.store)))
+        self.loop.run(0.0)
+        applied.result()
         assert {reason for _, reason in self.gone} <= {"invalidated"}
         return sorted(key for key, _ in self.gone)
 
@@ -175,12 +179,34 @@ def test_a_large_namespace_is_removed_in_pages(part: Part) -> None:
     for n in range(2 * PAGE + 1):
         part.hold(f"k{n}")
     part.store.mark_invalid("ns", 5001.0)
-    apply, gone = part.invalidations.apply(awaited(part.store)), []
-    with pytest.raises(StopIteration):
-        while True:
-            apply.send(None)
+    gone: list[int] = []
+
+    async def apply() -> None:
+        await part.invalidations.apply(awaited(part.store))
+        while len(gone) < 4:
             gone.append(len(part.gone))
-    assert gone == [PAGE, 2 * PAGE, 2 * PAGE + 1], "the loop goes on between them"
+            await asyncio.sleep(0)
+
+    applied = part.loop.create_task(apply())
+    part.loop.run(0.0)
+    applied.result()
+    assert gone == [0, PAGE, 2 * PAGE, 2 * PAGE + 1], "the loop goes on between them"
+
+
+def test_a_bug_in_a_removal_is_raised_and_ends_no_other(
+    part: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part.heed()
+    for n in range(3):
+        part.hold(f"k{n}")
+    part.store.mark_invalid("ns", 5001.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(part.arena, "remove", lambda *_: 1 / 0)
+        assert part.heed() == []
+    with pytest.raises(ZeroDivisionError):
+        part.heed(1.0)
+    assert len(part.gone) == 2
+    assert part.heed(1.0) == []
 
 
 @pytest.mark.parametrize(("at", "gone"), [(4999.0, []), (5000.5, ["first"])])

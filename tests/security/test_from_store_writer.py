@@ -32,6 +32,7 @@ from proxies import Relay
 from servers import StartServer, command
 from store import LOCATIONS_MAX, NODES_MAX, layout, open_store
 from store.record_fields import read_record
+from virtual_loop import VirtualLoop
 
 
 @asynccontextmanager
@@ -355,7 +356,7 @@ class CountingArena(Arena):
 def test_invalidations_of_what_a_node_does_not_have_cost_no_walk_over_its_items() -> None:
     arena, store = CountingArena(MIB, lambda *_: None), MemoryStore()
     try:
-        invalidations = Invalidations(arena, lambda: 0.0, lambda: 0.0)
+        invalidations = Invalidations(VirtualLoop(), arena, lambda: 0.0)
         for number in range(1000):
             store.mark_invalid(f"ghost-{number}", 1.0)
         at_once(invalidations.apply(awaited(store)))

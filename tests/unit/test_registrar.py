@@ -1,8 +1,10 @@
 """The registrar, in virtual time, on stores that fail over, refuse, evict it, or have bugs."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from awaited import awaited
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
+from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node import invalidations as invalidations_module
 from lookup_buffer.node import registrar as registrar_module
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
@@ -19,6 +23,7 @@ from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.registrar import WALK_PAUSE_SECONDS, Registrar
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.times import DEAD_AFTER_SECONDS
 from memory_store import MemoryStore
 from store import Beat, BlockingStore, Location, StoreUnavailable
 from store.testing.samples import a_record
@@ -267,6 +272,45 @@ def test_a_store_restored_from_a_snapshot_older_than_this_boot_is_filled_again()
         assert comes_true(registrar, lambda: all(held(store, "k", "meanwhile")), 3.0)
         assert store.beats()["us"].boot == "usboot"
         assert registrar.fault is None
+
+
+def test_beats_do_not_wait_for_a_large_namespace_to_be_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(invalidations_module, "PAGE", 10)
+    store, count, seconds = Beating(), 500, 0.02
+    with registrar_on(store) as (registrar, arena):
+        loop: Any = registrar.loop
+        store.clock = loop.time
+        for n in range(count):
+            insert(arena, f"k{n}")
+        assert comes_true(registrar, lambda: registrar.pending() == 0, 3.0)
+        changed = arena.on_change
+
+        def slowly(address: QualifiedKey, reason: str) -> None:
+            loop.now += seconds
+            changed(address, reason)
+
+        arena.on_change = slowly
+        store.mark_invalid(NAMESPACE, time.time() + 1.0)
+        loop.run(count * seconds + 4.0)
+        assert not arena.addresses()
+        assert not any(held(store, "k0", "k499"))
+    pauses = [after - before for before, after in pairwise(store.beaten_at)]
+    assert max(pauses) < DEAD_AFTER_SECONDS / 2
+
+
+class Beating(MemoryStore):
+    """It notes when it is given a beat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock: Callable[[], float] = time.monotonic
+        self.beaten_at: list[float] = []
+
+    def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
+        self.beaten_at.append(self.clock())
+        return super().beat(node, boot, sequence, replacing=replacing)
 
 
 class Failing(MemoryStore):
