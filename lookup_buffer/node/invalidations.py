@@ -1,7 +1,8 @@
 """Drops this node's items of namespaces that the store lists as invalidated.
 
 Items that are here when the list is read are removed; later inserts stay. For LATE_SECONDS copies
-from other nodes are removed, too, since those nodes may read the list later. `registrar` has the
+from other nodes are removed, too, since those nodes may read the list later; copies that are on
+their way meanwhile are not kept, however late they come. `registrar` has the
 list read with each beat. A task of its own removes the items: 300,000 take seconds, and a beat that
 waited for them would make a living node look dead. All on the loop's thread. It writes nothing to
 the store.
@@ -67,6 +68,7 @@ class Invalidations:
         room = max(0, INVALIDATIONS_MAX - len(self._recent))
         self._recent |= dict.fromkeys(news[:room], now + LATE_SECONDS)
         self._remember(found)
+        self.arena.invalidate_copies(self._recent)
         for namespace in here.intersection(self._recent):
             self._doomed |= dict.fromkeys(self.arena.items_of(namespace, fetched_only=True))
         self._recent = {space: until for space, until in self._recent.items() if now < until}

@@ -174,6 +174,23 @@ def test_nodes_that_read_the_mark_later_drop_their_copies_too(part: Part) -> Non
     assert part.heed() == ["new", "of today"]
 
 
+def test_a_copy_on_its_way_is_not_kept_however_late_it_comes(part: Part) -> None:
+    part.heed()
+    part.store.mark_invalid("ns", 5001.0)
+    header, clock = TensorHeader("uint8", (4,), 4), part.loop.time
+    item = part.arena.reserve(("ns", "k"), header, origin="other-node", ttl_seconds=None)
+    assert item is not None
+    began = clock()
+    part.heed()
+    late = clock() + LATE_SECONDS - 1.0
+    part.heed(LATE_SECONDS)
+    part.heed(100.0)
+    assert part.arena.is_invalid(item, began)
+    assert part.arena.is_invalid(item, late), "its holder may not have read the mark yet"
+    assert not part.arena.is_invalid(item, clock())
+    part.arena.abandon(item)
+
+
 def test_a_large_namespace_is_removed_in_pages(part: Part) -> None:
     part.heed()
     for n in range(2 * PAGE + 1):
