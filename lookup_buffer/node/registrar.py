@@ -10,8 +10,8 @@ report changes.
 
 A store may consist of several servers. If that of a periodic task does not answer, the task costs
 one timeout, is logged, and pauses; the others continue. A beat is delayed by at most one of them:
-those that did not run come first after the next beat. A change whose server was not reached is
-held; some of those are tried again with each beat.
+those that did not run come first after the next beat. A change whose server was not reached, or has
+no memory for it, is held; some of those are tried again with each beat.
 
 In a node that only reads it writes nothing: it reads the membership and the invalidations.
 """
@@ -22,15 +22,16 @@ import math
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final
 
 from lookup_buffer.environment import distribution_version
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.arena import Arena, Item
+from lookup_buffer.node.batch import Batch
 from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.node.devices import Pools, Sightings
 from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, Change, DirtySet
@@ -87,44 +88,7 @@ _COUNTED: Final = {
     Publication.CONFLICT: "publish_conflict",
 }
 """What each result of a publication is counted as."""
-_T = TypeVar("_T")
-_R = TypeVar("_R")
-
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Changes that are being written, in up to four steps: each is one call of the store for all
-    of them. A change whose server was not reached in one step takes no part in the next ones."""
-
-    store: MetadataStore
-    missed: dict[Change, str] = field(default_factory=dict)
-    """By change the server that was not reached."""
-
-    async def step(
-        self,
-        call: Callable[[list[_T]], Awaitable[Sequence[_R | None]]],
-        requests: Sequence[tuple[Change, _T]],
-    ) -> list[tuple[Change, _T, _R | None]]:
-        """The requests with their results; None if the server was not reached.
-
-        Raises:
-            StoreUnavailable: no server was reached, and there is only one, as far as it is known.
-        """
-        requests = [(change, one) for change, one in requests if change not in self.missed]
-        results: Sequence[_R | None] = [None] * len(requests)
-        try:
-            if requests:
-                results = await call([one for _, one in requests])
-        except StoreUnavailable:
-            if not all(self.store.place_of(*change.address) for change, _ in requests):
-                raise
-        done = [(*request, result) for request, result in zip(requests, results, strict=True)]
-        for change, _, result in done:
-            if result is None or result is Publication.UNREACHED:
-                self.missed[change] = self.store.place_of(*change.address)
-        return done
 
 
 @dataclass(slots=True)
@@ -340,21 +304,21 @@ class Registrar:
         """
         changes = self.dirty.take()
         self._writing = len(changes)
+        batch = Batch(store)
         try:
-            missed = await self._write(store, changes)
+            await self._write(batch, store, changes)
         except StoreError:
             self.dirty.put_back(changes)
             raise
         finally:
             self._writing = 0
-        self.dirty.written(change for change in changes if change not in missed)
-        for change, place in missed.items():
+        held = batch.held()
+        self.dirty.written(change for change in changes if change not in held)
+        for change, place in held.items():
             self.dirty.hold(change, place)
-        return set(missed.values())
+        return set(batch.missed.values())
 
-    async def _write(self, store: MetadataStore, changes: Sequence[Change]) -> dict[Change, str]:
-        """Returns the changes whose server was not reached, and that server."""
-        batch = _Batch(store)
+    async def _write(self, batch: Batch, store: MetadataStore, changes: Sequence[Change]) -> None:
         found = [(change, self.arena.published(change.address)) for change in changes]
         here = [(change, item) for change, item in found if item is not None]
         gone = [change for change, item in found if item is None]
@@ -369,7 +333,7 @@ class Registrar:
         published = await batch.step(store.publish_many, publishings)
         self._note(published)
         full = [(change, one) for change, one, result in published if result is Publication.FULL]
-        await batch.step(lambda some: self._replace_dead(store, some), full)
+        published += await batch.step(lambda some: self._replace_dead(store, some), full)
         failed = (Publication.REFUSED, Publication.CONFLICT)
         gone += [change for change, _, result in published if result in failed]
         # Nothing is published for these, so no engine is to wait for them.
@@ -379,7 +343,7 @@ class Registrar:
             if change.claim_token is not None
         ]
         await batch.step(store.release_many, releasings)
-        return batch.missed
+        batch.refused = [change for change, _, result in published if result is Publication.REFUSED]
 
     def _note(self, published: Sequence[tuple[Change, Publishing, Publication | None]]) -> None:
         """Count the results, and report those of hand-offs."""

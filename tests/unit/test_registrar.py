@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -18,14 +18,14 @@ from lookup_buffer.node import registrar as registrar_module
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Pools
-from lookup_buffer.node.dirty_set import RECENT_SECONDS
+from lookup_buffer.node.dirty_set import BATCH, RECENT_SECONDS
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.registrar import WALK_PAUSE_SECONDS, Registrar
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.times import DEAD_AFTER_SECONDS
 from memory_store import MemoryStore
-from store import Beat, BlockingStore, Location, StoreUnavailable
+from store import Beat, BlockingStore, Location, Publication, Publishing, StoreUnavailable
 from store.testing.samples import a_record
 from virtual_loop import VirtualLoop
 
@@ -298,6 +298,40 @@ def test_beats_do_not_wait_for_a_large_namespace_to_be_removed(
         assert not any(held(store, "k0", "k499"))
     pauses = [after - before for before, after in pairwise(store.beaten_at)]
     assert max(pauses) < DEAD_AFTER_SECONDS / 2
+
+
+class Full(MemoryStore):
+    """One that may have no memory, and counts what it refuses then."""
+
+    is_full = True
+    refused = 0
+
+    def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
+        if not self.is_full:
+            return super().publish_many(publishings)
+        self.refused += len(publishings)
+        return [Publication.REFUSED] * len(publishings)
+
+
+def test_what_a_full_store_refused_is_published_when_there_is_memory() -> None:
+    """Long before the next walk: a hand-off would have ended by then."""
+    store, keys = Full(), [f"k{n}" for n in range(500)]
+    with registrar_on(store) as (registrar, arena):
+        for key in keys:
+            insert(arena, key)
+        handoff = ("ns", "h@request")
+        header = TensorHeader("uint8", (4,), 4)
+        item = arena.reserve_handoff(handoff, header, ttl_seconds=300.0, wanted=False)
+        arena.commit(item, 7, 1)
+        assert comes_true(registrar, lambda: store.refused > len(keys), 3.0)
+        refused = store.refused
+        assert not comes_true(registrar, lambda: registrar.pending() <= len(keys) or any(
+            held(store, *keys, handoff[1])
+        ), 10.0)  # fmt: skip
+        assert store.refused - refused <= 12 * BATCH, "few are tried with each beat"
+        store.is_full = False
+        assert comes_true(registrar, lambda: all(held(store, *keys, handoff[1])), 3.0)
+        assert comes_true(registrar, lambda: registrar.pending() == 0, 3.0)
 
 
 class Beating(MemoryStore):
