@@ -67,6 +67,10 @@ BREAKER_SECONDS = 0.05
 CLOSE_SECONDS = 5.0
 DESCRIBE_SECONDS = 0.5
 """Bound on what descriptions of namespaces add to one beat."""
+FLUSH_SECONDS: Final = 0.5
+"""The same for counters and hits: what is left by then is written after the next beat."""
+FLUSH_KEYS: Final = 1000
+"""The hits of so many keys are one round trip."""
 NAMESPACES_MAX: Final = 256
 """So many descriptions are kept, to be published again when Redis lost its data: the last ones."""
 DESCRIPTION_MAX: Final = 64 << 10
@@ -513,8 +517,18 @@ class Registrar:
             await store.note_failures([Failure(*at, *why, me) for at, why in failed.items()])
 
     async def _flush(self, store: MetadataStore) -> None:
+        until = self.loop.time() + FLUSH_SECONDS
+        while self.loop.time() < until and (page := self.counters.take_unflushed(FLUSH_KEYS)):
+            await self._flush_page(store, page, until)
+
+    async def _flush_page(
+        self, store: MetadataStore, page: dict[str | None, dict[str, int]], until: float
+    ) -> None:
         missed: StoreError | None = None
-        for namespace, counts in self.counters.take_unflushed().items():
+        for namespace, counts in page.items():
+            if self.loop.time() >= until:
+                self.counters.put_back(namespace, counts)
+                continue
             what = "counters of this node"
             try:
                 if namespace is None:
