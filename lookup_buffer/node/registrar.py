@@ -1,7 +1,8 @@
 """The metadata writer: the only writer of this node's records, beats and statistics.
 
-One task on the loop. With each beat it refreshes the membership, applies invalidations, and runs
-periodic tasks. Between beats it writes the dirty set (`dirty_set`), many changes in one round trip:
+One task on the loop. With each beat it refreshes the membership, applies invalidations, and starts
+the periodic tasks, which run beside it: they may take many round trips, and the store may be far
+away. Between beats it writes the dirty set (`dirty_set`), many changes in one round trip:
 what the arena holds at that moment, so the newest state always wins. All items and namespaces are
 written again every third of a record's life, and at once after Redis lost its data. Failures, bugs
 included, are logged and retried: if this task ended, other nodes would judge this one dead without
@@ -9,8 +10,8 @@ a reason in the log. `main.py` starts it; `arena` (through `main.py`), `claims` 
 report changes.
 
 A store may consist of several servers. If that of a periodic task does not answer, the task costs
-one timeout, is logged, and pauses; the others continue. A beat is delayed by at most one of them:
-those that did not run come first after the next beat. A change whose server was not reached, or has
+one timeout, is logged, and pauses; the others continue. Those that did not run until the next beat
+come first after it. A change whose server was not reached, or has
 no memory for it, is held; some of those are tried again with each beat.
 
 In a node that only reads it writes nothing: it reads the membership and the invalidations.
@@ -38,7 +39,7 @@ from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, Change, DirtySet
 from lookup_buffer.node.invalidations import Invalidations
 from lookup_buffer.node.membership import Directory, Heartbeat, Identity
 from lookup_buffer.node.storage import Breaker, FailureLog, PeriodicTasks, Storage
-from lookup_buffer.times import HANDOFF_GONE_SECONDS
+from lookup_buffer.times import BEAT_SECONDS, HANDOFF_GONE_SECONDS
 from store import (
     GONE_SECONDS,
     Failure,
@@ -66,7 +67,7 @@ BREAKER_SECONDS = 0.05
 """How often it is checked whether calls may be made again."""
 CLOSE_SECONDS = 5.0
 DESCRIBE_SECONDS = 0.5
-"""Bound on what descriptions of namespaces add to one beat."""
+"""Bound on what descriptions of namespaces add to one round of the periodic tasks."""
 FLUSH_SECONDS: Final = 0.5
 """The same for counters and hits: what is left by then is written after the next beat."""
 FLUSH_KEYS: Final = 1000
@@ -135,6 +136,8 @@ class Registrar:
     _invalidations: Invalidations = field(init=False)
     _failures: FailureLog = field(init=False)
     _tasks: PeriodicTasks = field(init=False)
+    _round: "asyncio.Task[None] | None" = None
+    """The last round of the periodic tasks."""
 
     def __post_init__(self) -> None:
         clock = self.loop.time
@@ -213,6 +216,8 @@ class Registrar:
         if self._task is not None:
             await asyncio.wait([self._task], timeout=CLOSE_SECONDS)
             self._task.cancel()
+        if self._round is not None:
+            self._round.cancel()
         self._invalidations.close()
 
     # -- the task
@@ -291,6 +296,9 @@ class Registrar:
             await self.write(store)
             while self.dirty.wait_seconds() == 0.0 and self.loop.time() < self._beat_at:
                 await self.write(store)
+            if self._round is not None:
+                await asyncio.wait([self._round], timeout=BEAT_SECONDS)  # if its server hangs
+                self._round.cancel()
             await self._flush(store)
             await store.leave(self.identity.node, self.identity.boot, reason="stopped")
         except StoreError:
@@ -418,8 +426,7 @@ class Registrar:
 
     async def _beat(self, store: MetadataStore, began: float) -> None:
         self.arena.remove_expired()
-        if not self.read_only:
-            await self._own_beat(store)
+        is_new = not self.read_only and await self._own_beat(store)
         await self.directory.refresh(store)
         if not (self.read_only or self.heartbeat.established):
             return  # meanwhile this node can read from others
@@ -431,16 +438,28 @@ class Registrar:
             self.counters.take_unflushed()  # which only `/metrics` shows
             return
         self._repeat(store)
-        await self._tasks.run_until(began + self.heartbeat.pause_seconds(), store)
+        self._start_round(began + self.heartbeat.pause_seconds(), store)
+        if is_new and self._round is not None:  # others find the node before its items
+            await asyncio.wait([self._round])
 
-    async def _own_beat(self, store: MetadataStore) -> None:
+    def _start_round(self, until: float, store: MetadataStore) -> None:
+        """Start the periodic tasks, unless the last round has not ended."""
+        if self._round is not None:
+            if not self._round.done():
+                return
+            self._round.result()  # which raises if the node must end
+        self._round = self.loop.create_task(self._tasks.run_until(until, store))
+
+    async def _own_beat(self, store: MetadataStore) -> bool:
+        """Returns whether the store does not know this node, so that all is written again."""
         was_established = self.heartbeat.was_established
-        if await self.heartbeat.beat(store):
+        if is_new := await self.heartbeat.beat(store):
             self._walk_pause_seconds = 0.0  # all is written again, also if this beat fails below
             self._undescribed |= dict.fromkeys(self._namespaces)
             self._tasks.resume()
             if was_established:
                 self.directory.store_lost_data()
+        return is_new
 
     def _repeat(self, store: MetadataStore) -> None:
         """Write again what may be lost: after a failover recent changes at once, since a replica

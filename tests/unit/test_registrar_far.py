@@ -9,10 +9,11 @@ from typing import Any
 
 from awaited import awaited
 from lookup_buffer.node.counters import HITS_KEYS_MAX
+from lookup_buffer.node.dirty_set import BATCH
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.times import BEAT_SECONDS
 from store import BlockingStore
-from test_registrar import NAMESPACE, Beating, comes_true, registrar_on
+from test_registrar import NAMESPACE, Beating, comes_true, held, insert, registrar_on
 
 ROUND_TRIP_SECONDS = 0.2
 PAGE = 1000
@@ -70,3 +71,29 @@ def test_hits_of_many_keys_delay_no_beat() -> None:
         assert comes_true(registrar, lambda: store.written.total() == count, 60.0)
     assert {*store.written.values()} == {1}
     assert max(pauses(store)) < 2 * BEAT_SECONDS
+
+
+def test_what_is_inserted_is_published_between_the_beats() -> None:
+    store, count = Beating(), 10 * BATCH
+    with registrar_on(store) as (registrar, arena):
+        move_away(registrar, store)
+        assert comes_true(registrar, lambda: registrar.heartbeat.established, 3.0)
+        loop: Any = registrar.loop
+        loop.run(3.0)
+        for n in range(count):
+            insert(arena, f"k{n}")
+        keys = [f"k{n}" for n in range(count)]
+        assert comes_true(registrar, lambda: all(held(store, *keys)), 6.0), "two batches a beat"
+    assert max(pauses(store)[2:]) < 1.5 * BEAT_SECONDS
+
+
+def test_the_tasks_of_a_beat_end_before_the_node_leaves() -> None:
+    store = Beating()
+    with registrar_on(store) as (registrar, _):
+        move_away(registrar, store)
+        assert comes_true(registrar, lambda: store.node_infos(["us"]), 3.0)
+        assert comes_true(registrar, lambda: len(store.beaten_at) >= 4, 5.0)
+        loop: Any = registrar.loop
+        loop.run(2.5 * ROUND_TRIP_SECONDS)
+    loop.run(10.0)
+    assert store.node_infos(["us"]) == {}, "no description was written after it"
