@@ -36,6 +36,7 @@ miss for readers and a conflict for publishers, until they expire.
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -150,7 +151,9 @@ def read_invalidations(fields: Mapping[bytes, bytes]) -> dict[str, float]:
     found = {}
     for name, value in fields.items():
         with suppress(ValueError):
-            found[_short(name, _NAME_BYTES_MAX)] = float(_short(value, _VALUE_BYTES_MAX))
+            at = float(_short(value, _VALUE_BYTES_MAX))
+            if math.isfinite(at):
+                found[_short(name, _NAME_BYTES_MAX)] = at
     return found
 
 

@@ -4,6 +4,7 @@ Marks the namespace as invalid, removes its records, waits for heartbeats of all
 the records that were written meanwhile. Runs on the main thread; blocks on the store only.
 """
 
+import math
 import time
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from store import BlockingStore
 
 BEATS = 2
 """Heartbeats to wait for: a node that has sent so many since the mark was set has read the mark."""
+MARK_SECONDS = 0.001
+"""The resolution of a mark."""
 
 
 @click.command()
@@ -40,7 +43,9 @@ def invalidate(
     access = store_access(store_url, store_password_file, directory)
     with opened_store(access, "invalidate") as store:
         space = _only_namespace(store, namespace)
-        store.mark_invalid(space, time.time())
+        # Only a newer mark than the last one counts, and another host's clock may be ahead.
+        last = store.invalidations().get(space, -math.inf)
+        store.mark_invalid(space, max(time.time(), last + MARK_SECONDS))
         count = store.clear(space)
         silent: set[str] = set()
         for _ in range(BEATS):

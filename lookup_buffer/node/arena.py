@@ -16,6 +16,7 @@ charged and released with the bytes, have a bound of their own, and are evicted 
 """
 
 import itertools
+import math
 import secrets
 import time
 from collections import OrderedDict
@@ -33,7 +34,7 @@ from lookup_buffer.shm.allocator import Allocator
 from lookup_buffer.shm.index import LocalIndex
 from lookup_buffer.shm.memory import Mapping, SealedMemory, copy_bytes
 from lookup_buffer.times import Clock
-from store import GoneReason
+from store import INVALIDATIONS_MAX, GoneReason
 
 HELD_FRACTION: Final = 1 / 3
 """Share of the arena for pins and reservations together. One item alone may exceed it."""
@@ -162,6 +163,8 @@ class Arena:
         self._by_use: OrderedDict[int, Item] = OrderedDict()
         """By offset, the items that may be evicted unless they are pinned; least recently used
         first."""
+        self._invalidated_at: dict[str, float] = {}
+        """By namespace, see `invalidate_copies`; INVALIDATIONS_MAX at most."""
         self._expiring: set[Item] = set()
         """The complete items that have a time to live."""
         self._offers: dict[QualifiedKey, Item] = {}
@@ -220,6 +223,19 @@ class Arena:
             for (space, _), item in self._items.items()
             if space == namespace and item.ready and not (fetched_only and item.origin == "local")
         ]
+
+    def invalidate_copies(self, namespaces: Iterable[str]) -> None:
+        """What is being fetched from other nodes of these namespaces is not to be kept."""
+        for namespace in namespaces:
+            self._invalidated_at.pop(namespace, None)  # to the end
+            self._invalidated_at[namespace] = self._clock()
+        while len(self._invalidated_at) > INVALIDATIONS_MAX:
+            del self._invalidated_at[next(iter(self._invalidated_at))]
+
+    def is_invalid(self, item: Item, since: float) -> bool:
+        """Whether the namespace of a reservation was invalidated at or after `since`, by the clock;
+        never for a loan, which nobody finds."""
+        return not item.gone and self._invalidated_at.get(item.address[0], -math.inf) >= since
 
     def gauges(self) -> Gauges:
         return Gauges(

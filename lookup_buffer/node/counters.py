@@ -10,7 +10,7 @@ how the figures are published.
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Final
 
 from lookup_buffer.errors import MaybeMissed, MissReason
@@ -175,15 +175,17 @@ class Counters:
             "loop_blocked_seconds": self.loop_blocked_seconds.read(),
         }
 
-    def take_unflushed(self) -> dict[str | None, dict[str, int]]:
-        """What was counted since the last call: None → counters, each namespace → hits by key. On
-        failure return it by `put_back`."""
+    def take_unflushed(self, keys_max: int = HITS_KEYS_MAX) -> dict[str | None, dict[str, int]]:
+        """What was counted since the last call: None → counters, each namespace → hits by key, of
+        `keys_max` keys at most, those first that were hit first. On failure return it by
+        `put_back`."""
         taken: defaultdict[str | None, dict[str, int]] = defaultdict(dict)
         if counters := self._totals - self._flushed:
             taken[None] = counters
-        for (namespace, key), count in self._hits.items():
-            taken[namespace][key] = count
-        self._flushed, self._hits = self._totals.copy(), Counter()
+            self._flushed = self._totals.copy()
+        for address in list(islice(self._hits, keys_max)):
+            namespace, key = address
+            taken[namespace][key] = self._hits.pop(address)
         return dict(taken)
 
     def put_back(self, namespace: str | None, counts: dict[str, int]) -> None:

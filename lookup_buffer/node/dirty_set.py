@@ -4,10 +4,10 @@ An address is in it once, however often it changed: the registrar writes what th
 that moment. Hand-offs that became available come first, since their producers and perhaps their
 takers wait; then other new changes, those of a sequence together. Rewrites (a walk of the
 inventory, a store that lost its data) come last and at a bounded rate. Changes whose server of a
-cluster was not reached are held apart by server until one of them was written there, so that they
-do not delay the others. A write that got no answer may still take effect, even after a later one,
-for example when a frozen server resumes. So once such an address was written, it is written again,
-as a rewrite. `registrar` adds and takes.
+cluster was not reached, or has no memory for them, are held apart by server until one of them was
+written there, so that they do not delay the others. A write that got no answer may still take
+effect, even after a later one, for example when a frozen server resumes. So once such an address
+was written, it is written again, as a rewrite. `registrar` adds and takes.
 """
 
 import math
@@ -53,7 +53,7 @@ class Change:
     paced: bool = field(default=False, compare=False)
     """Written before, and now again: after new changes and at a bounded rate."""
     unanswered_by: str | None = field(default=None, compare=False)
-    """The server that did not answer its last write; None if there was none."""
+    """The server that did not answer its last write, or refused it; None if there was none."""
 
     def over(self, older: "Change | None") -> "Change":
         """This change in place of an older one of the same address, whose claim and doubt stay."""
@@ -184,7 +184,8 @@ class DirtySet:
             self._return(replace(change, unanswered_by=change.unanswered_by or ""))
 
     def hold(self, change: Change, place: str) -> None:
-        """As `put_back`, for a change that is not due, as its server, `place`, was not reached."""
+        """As `put_back`, for a change that is not due, since its server, `place`, was not reached
+        or refused it."""
         self._back.discard(place)
         change = replace(change, unanswered_by=place)
         if self._is_queued(change.address):

@@ -1,15 +1,20 @@
 """Drops this node's items of namespaces that the store lists as invalidated.
 
 Items that are here when the list is read are removed; later inserts stay. For LATE_SECONDS copies
-from other nodes are removed, too, since those nodes may read the list later. `registrar` calls it
-with each beat, on the loop's thread. It writes nothing to the store.
+from other nodes are removed, too, since those nodes may read the list later; copies that are on
+their way meanwhile are not kept, however late they come. `registrar` has the
+list read with each beat. A task of its own removes the items: 300,000 take seconds, and a beat that
+waited for them would make a living node look dead. All on the loop's thread. It writes nothing to
+the store.
 """
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 from lookup_buffer.node.arena import Arena, Item
@@ -25,13 +30,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Invalidations:
+    loop: asyncio.AbstractEventLoop
     arena: Arena
-    clock: Clock
     wall_clock: Clock = time.time
-    _listed: dict[str, float] | None = None
-    """None until the list was read for the first time."""
+    _marks: dict[str, float] | None = None
+    """The newest mark of each namespace, INVALIDATIONS_MAX at most; None until the list was read
+    for the first time."""
     _recent: dict[str, float] = field(default_factory=dict)
     """By namespace: until when copies from other nodes are removed. INVALIDATIONS_MAX at most."""
+    _doomed: dict[Item, None] = field(default_factory=dict)
+    """What is to be removed."""
+    _removal: "asyncio.Task[None] | None" = None
     _has_warned: bool = False
     _started_at: float = field(init=False)
 
@@ -39,12 +48,12 @@ class Invalidations:
         self._started_at = self.wall_clock()
 
     async def apply(self, store: MetadataStore) -> None:
-        """Read the list and remove what it names.
+        """Read the list, and see to it that what it names is removed.
 
         Raises:
             StoreError: the store did not answer.
         """
-        found, now = await store.invalidations(), self.clock()
+        found, now = await store.invalidations(), self.loop.time()
         if len(found) >= INVALIDATIONS_MAX and not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -55,25 +64,46 @@ class Invalidations:
         here = self._namespaces() if news or self._recent else set()
         for namespace in here.intersection(news):
             _log.info("namespace %s was invalidated: its items on this node are removed", namespace)
-            await self._remove(self.arena.items_of(namespace))
+            self._doomed |= dict.fromkeys(self.arena.items_of(namespace))
         room = max(0, INVALIDATIONS_MAX - len(self._recent))
         self._recent |= dict.fromkeys(news[:room], now + LATE_SECONDS)
-        self._listed = found
+        self._remember(found)
+        self.arena.invalidate_copies(self._recent)
         for namespace in here.intersection(self._recent):
-            await self._remove(self.arena.items_of(namespace, fetched_only=True))
+            self._doomed |= dict.fromkeys(self.arena.items_of(namespace, fetched_only=True))
         self._recent = {space: until for space, until in self._recent.items() if now < until}
+        self._start_removal()
+
+    def close(self) -> None:
+        if self._removal is not None:
+            self._removal.cancel()
 
     def _namespaces(self) -> set[str]:
         """Those of which this node has items: the list may name any number of others."""
         return {namespace for namespace, _ in self.arena.addresses()}
 
-    async def _remove(self, items: Sequence[Item]) -> None:
-        for start in range(0, len(items), PAGE):
-            for item in items[start : start + PAGE]:
+    def _start_removal(self) -> None:
+        last = self._removal
+        if self._doomed and (last is None or last.done()):
+            self._removal = self.loop.create_task(self._remove())
+            if last is not None:
+                last.result()  # which raises if a bug has ended it
+
+    async def _remove(self) -> None:
+        while self._doomed:
+            for _ in range(min(PAGE, len(self._doomed))):
+                item, _ = self._doomed.popitem()
                 self.arena.remove(item, GoneReason.INVALIDATED)
             await asyncio.sleep(0)
 
     def _is_news(self, namespace: str, at: float) -> bool:
-        if self._listed is None:  # older invalidations are of no concern: this node had no items
+        if self._marks is None:  # older invalidations are of no concern: this node had no items
             return at >= self._started_at
-        return self._listed.get(namespace) != at
+        return at > self._marks.get(namespace, -math.inf)
+
+    def _remember(self, found: Mapping[str, float]) -> None:
+        """Also marks that the store has lost: a snapshot of it may bring them back."""
+        known = self._marks or {}
+        self._marks = {space: max(at, known.get(space, at)) for space, at in found.items()}
+        lost = ((space, at) for space, at in known.items() if space not in found)
+        self._marks |= islice(lost, max(0, INVALIDATIONS_MAX - len(found)))

@@ -6,8 +6,9 @@ nodes, which `registrar` withdraws.
 
 `Heartbeat` writes this node's beats, and checks that its id belongs to it alone. Two nodes with one
 id would overwrite each other's records. So a node that finds a beat of another boot with its id
-watches it first: if that beat changes, this node ends; if not, it takes the id over. Used on the
-loop's thread only.
+watches it first: if that beat changes, this node ends; if not, it takes the id over. That beat may
+also be one of the past, after the store was restored from a snapshot. Used on the loop's thread
+only.
 
 `Liveness` is the failure detector: a node increments a sequence number in Redis each second. It is
 alive if that number changed recently as seen from here; no other machine's clock is used. Pure
@@ -354,7 +355,9 @@ class Heartbeat:
     identity: Identity
     clock: Clock = time.monotonic
     established: bool = False
-    """Whether the id is ours. Before that nothing may be published."""
+    """Whether the id is ours. Otherwise nothing may be published."""
+    was_established: bool = False
+    """Whether it has been ours at any time."""
     _sequence: int = 0
     _has_failed: bool = False
     """Since the last beat that succeeded."""
@@ -374,14 +377,8 @@ class Heartbeat:
         try:
             return await self._beat(store)
         except NodeTaken as taken:
-            if not self.established:
-                return await self._watch(taken.beat, store)
-            named = await self._named(taken.beat, store)
-            raise ConfigError(
-                f"setting 'node_id' is {self.identity.node!r}, and {named} took this "
-                f"id over while this node (boot {self.identity.boot}) did not beat, so this node "
-                "ends; allowed: a different id for each node"
-            ) from taken
+            self.established = False
+            return await self._watch(taken.beat, store)
         except StoreError:
             self._other = None  # the other boot could not beat either: watch it again
             raise
@@ -394,7 +391,7 @@ class Heartbeat:
         self._sequence += 1
         identity, had_failed, self._has_failed = self.identity, self._has_failed, True
         known = await store.beat(identity.node, identity.boot, self._sequence, replacing=replacing)
-        self.established, self._other = True, None
+        self.established, self.was_established, self._other = True, True, None
         if known and had_failed:
             # A beat that had failed for us may have been carried out after the store lost its data.
             # Then the description of this node is gone.
@@ -410,12 +407,7 @@ class Heartbeat:
         if self._other is None or self._other.boot != found.boot:
             self._other, self._watched_since = found, now
         elif self._other != found:
-            named = await self._named(found, store)
-            raise ConfigError(
-                f"setting 'node_id' is {self.identity.node!r}, but a node with this id is already "
-                f"running ({named}); allowed: a different id for each node. "
-                "Stop the other node, or give this one another id"
-            )
+            raise await self._refusal(found, store)
         elif now - self._watched_since >= WATCH_SECONDS:
             try:
                 return await self._beat(store, replacing=found)
@@ -423,11 +415,23 @@ class Heartbeat:
                 return await self._watch(taken.beat, store)
         return False
 
-    async def _named(self, found: Beat, store: MetadataStore) -> str:
+    async def _refusal(self, found: Beat, store: MetadataStore) -> ConfigError:
+        """Why this node ends: the other boot beats."""
         info = None
         with suppress(StoreError):
             info = await self._info(found.boot, store)
-        return f"boot {found.boot}" + (f" on host {info.host}" if info else "")
+        named = f"boot {found.boot}" + (f" on host {info.host}" if info else "")
+        id_is = f"setting 'node_id' is {self.identity.node!r}"
+        if self.was_established:
+            return ConfigError(
+                f"{id_is}, and {named} took this id over while this node (boot "
+                f"{self.identity.boot}) did not beat, so this node ends; allowed: a different id "
+                "for each node"
+            )
+        return ConfigError(
+            f"{id_is}, but a node with this id is already running ({named}); allowed: a different "
+            "id for each node. Stop the other node, or give this one another id"
+        )
 
     async def _info(self, boot: str, store: MetadataStore) -> NodeInfo | None:
         """What the store has of this boot of the node."""

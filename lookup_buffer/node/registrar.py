@@ -1,7 +1,8 @@
 """The metadata writer: the only writer of this node's records, beats and statistics.
 
-One task on the loop. With each beat it refreshes the membership, applies invalidations, and runs
-periodic tasks. Between beats it writes the dirty set (`dirty_set`), many changes in one round trip:
+One task on the loop. With each beat it refreshes the membership, applies invalidations, and starts
+the periodic tasks, which run beside it: they may take many round trips, and the store may be far
+away. Between beats it writes the dirty set (`dirty_set`), many changes in one round trip:
 what the arena holds at that moment, so the newest state always wins. All items and namespaces are
 written again every third of a record's life, and at once after Redis lost its data. Failures, bugs
 included, are logged and retried: if this task ended, other nodes would judge this one dead without
@@ -9,9 +10,9 @@ a reason in the log. `main.py` starts it; `arena` (through `main.py`), `claims` 
 report changes.
 
 A store may consist of several servers. If that of a periodic task does not answer, the task costs
-one timeout, is logged, and pauses; the others continue. A beat is delayed by at most one of them:
-those that did not run come first after the next beat. A change whose server was not reached is
-held; some of those are tried again with each beat.
+one timeout, is logged, and pauses; the others continue. Those that did not run until the next beat
+come first after it. A change whose server was not reached, or has
+no memory for it, is held; some of those are tried again with each beat.
 
 In a node that only reads it writes nothing: it reads the membership and the invalidations.
 """
@@ -22,22 +23,23 @@ import math
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final
 
 from lookup_buffer.environment import distribution_version
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.arena import Arena, Item
+from lookup_buffer.node.batch import Batch
 from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.node.devices import Pools, Sightings
 from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, Change, DirtySet
 from lookup_buffer.node.invalidations import Invalidations
 from lookup_buffer.node.membership import Directory, Heartbeat, Identity
 from lookup_buffer.node.storage import Breaker, FailureLog, PeriodicTasks, Storage
-from lookup_buffer.times import HANDOFF_GONE_SECONDS
+from lookup_buffer.times import BEAT_SECONDS, HANDOFF_GONE_SECONDS
 from store import (
     GONE_SECONDS,
     Failure,
@@ -65,7 +67,11 @@ BREAKER_SECONDS = 0.05
 """How often it is checked whether calls may be made again."""
 CLOSE_SECONDS = 5.0
 DESCRIBE_SECONDS = 0.5
-"""Bound on what descriptions of namespaces add to one beat."""
+"""Bound on what descriptions of namespaces add to one round of the periodic tasks."""
+FLUSH_SECONDS: Final = 0.5
+"""The same for counters and hits: what is left by then is written after the next beat."""
+FLUSH_KEYS: Final = 1000
+"""The hits of so many keys are one round trip."""
 NAMESPACES_MAX: Final = 256
 """So many descriptions are kept, to be published again when Redis lost its data: the last ones."""
 DESCRIPTION_MAX: Final = 64 << 10
@@ -87,44 +93,7 @@ _COUNTED: Final = {
     Publication.CONFLICT: "publish_conflict",
 }
 """What each result of a publication is counted as."""
-_T = TypeVar("_T")
-_R = TypeVar("_R")
-
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Changes that are being written, in up to four steps: each is one call of the store for all
-    of them. A change whose server was not reached in one step takes no part in the next ones."""
-
-    store: MetadataStore
-    missed: dict[Change, str] = field(default_factory=dict)
-    """By change the server that was not reached."""
-
-    async def step(
-        self,
-        call: Callable[[list[_T]], Awaitable[Sequence[_R | None]]],
-        requests: Sequence[tuple[Change, _T]],
-    ) -> list[tuple[Change, _T, _R | None]]:
-        """The requests with their results; None if the server was not reached.
-
-        Raises:
-            StoreUnavailable: no server was reached, and there is only one, as far as it is known.
-        """
-        requests = [(change, one) for change, one in requests if change not in self.missed]
-        results: Sequence[_R | None] = [None] * len(requests)
-        try:
-            if requests:
-                results = await call([one for _, one in requests])
-        except StoreUnavailable:
-            if not all(self.store.place_of(*change.address) for change, _ in requests):
-                raise
-        done = [(*request, result) for request, result in zip(requests, results, strict=True)]
-        for change, _, result in done:
-            if result is None or result is Publication.UNREACHED:
-                self.missed[change] = self.store.place_of(*change.address)
-        return done
 
 
 @dataclass(slots=True)
@@ -167,13 +136,15 @@ class Registrar:
     _invalidations: Invalidations = field(init=False)
     _failures: FailureLog = field(init=False)
     _tasks: PeriodicTasks = field(init=False)
+    _round: "asyncio.Task[None] | None" = None
+    """The last round of the periodic tasks."""
 
     def __post_init__(self) -> None:
         clock = self.loop.time
         self.breaker, self.dirty = Breaker(clock), DirtySet(clock)
         self.heartbeat = Heartbeat(self.identity, clock)
         self._beat_at = self._walked_at = clock()
-        self._invalidations = Invalidations(self.arena, clock)
+        self._invalidations = Invalidations(self.loop, self.arena)
         self._failures = FailureLog(clock)
         self._tasks = PeriodicTasks(
             self._failures,
@@ -245,6 +216,9 @@ class Registrar:
         if self._task is not None:
             await asyncio.wait([self._task], timeout=CLOSE_SECONDS)
             self._task.cancel()
+        if self._round is not None:
+            self._round.cancel()
+        self._invalidations.close()
 
     # -- the task
 
@@ -322,6 +296,9 @@ class Registrar:
             await self.write(store)
             while self.dirty.wait_seconds() == 0.0 and self.loop.time() < self._beat_at:
                 await self.write(store)
+            if self._round is not None:
+                await asyncio.wait([self._round], timeout=BEAT_SECONDS)  # if its server hangs
+                self._round.cancel()
             await self._flush(store)
             await store.leave(self.identity.node, self.identity.boot, reason="stopped")
         except StoreError:
@@ -339,21 +316,21 @@ class Registrar:
         """
         changes = self.dirty.take()
         self._writing = len(changes)
+        batch = Batch(store)
         try:
-            missed = await self._write(store, changes)
+            await self._write(batch, store, changes)
         except StoreError:
             self.dirty.put_back(changes)
             raise
         finally:
             self._writing = 0
-        self.dirty.written(change for change in changes if change not in missed)
-        for change, place in missed.items():
+        held = batch.held()
+        self.dirty.written(change for change in changes if change not in held)
+        for change, place in held.items():
             self.dirty.hold(change, place)
-        return set(missed.values())
+        return set(batch.missed.values())
 
-    async def _write(self, store: MetadataStore, changes: Sequence[Change]) -> dict[Change, str]:
-        """Returns the changes whose server was not reached, and that server."""
-        batch = _Batch(store)
+    async def _write(self, batch: Batch, store: MetadataStore, changes: Sequence[Change]) -> None:
         found = [(change, self.arena.published(change.address)) for change in changes]
         here = [(change, item) for change, item in found if item is not None]
         gone = [change for change, item in found if item is None]
@@ -368,7 +345,7 @@ class Registrar:
         published = await batch.step(store.publish_many, publishings)
         self._note(published)
         full = [(change, one) for change, one, result in published if result is Publication.FULL]
-        await batch.step(lambda some: self._replace_dead(store, some), full)
+        published += await batch.step(lambda some: self._replace_dead(store, some), full)
         failed = (Publication.REFUSED, Publication.CONFLICT)
         gone += [change for change, _, result in published if result in failed]
         # Nothing is published for these, so no engine is to wait for them.
@@ -378,7 +355,7 @@ class Registrar:
             if change.claim_token is not None
         ]
         await batch.step(store.release_many, releasings)
-        return batch.missed
+        batch.refused = [change for change, _, result in published if result is Publication.REFUSED]
 
     def _note(self, published: Sequence[tuple[Change, Publishing, Publication | None]]) -> None:
         """Count the results, and report those of hand-offs."""
@@ -449,12 +426,11 @@ class Registrar:
 
     async def _beat(self, store: MetadataStore, began: float) -> None:
         self.arena.remove_expired()
-        if not self.read_only:
-            await self._own_beat(store)
+        is_new = not self.read_only and await self._own_beat(store)
         await self.directory.refresh(store)
         if not (self.read_only or self.heartbeat.established):
             return  # meanwhile this node can read from others
-        try:  # it never pauses: after two beats of a node, an invalidation counts as applied there
+        try:  # it never pauses: after two beats of a node, it has read the mark of an invalidation
             await self._invalidations.apply(store)
         except StoreError as error:
             self._failures.log("invalidated namespaces were not read; retried", error)
@@ -462,16 +438,28 @@ class Registrar:
             self.counters.take_unflushed()  # which only `/metrics` shows
             return
         self._repeat(store)
-        await self._tasks.run_until(began + self.heartbeat.pause_seconds(), store)
+        self._start_round(began + self.heartbeat.pause_seconds(), store)
+        if is_new and self._round is not None:  # others find the node before its items
+            await asyncio.wait([self._round])
 
-    async def _own_beat(self, store: MetadataStore) -> None:
-        was_established = self.heartbeat.established
-        if await self.heartbeat.beat(store):
+    def _start_round(self, until: float, store: MetadataStore) -> None:
+        """Start the periodic tasks, unless the last round has not ended."""
+        if self._round is not None:
+            if not self._round.done():
+                return
+            self._round.result()  # which raises if the node must end
+        self._round = self.loop.create_task(self._tasks.run_until(until, store))
+
+    async def _own_beat(self, store: MetadataStore) -> bool:
+        """Returns whether the store does not know this node, so that all is written again."""
+        was_established = self.heartbeat.was_established
+        if is_new := await self.heartbeat.beat(store):
             self._walk_pause_seconds = 0.0  # all is written again, also if this beat fails below
             self._undescribed |= dict.fromkeys(self._namespaces)
             self._tasks.resume()
             if was_established:
                 self.directory.store_lost_data()
+        return is_new
 
     def _repeat(self, store: MetadataStore) -> None:
         """Write again what may be lost: after a failover recent changes at once, since a replica
@@ -548,8 +536,18 @@ class Registrar:
             await store.note_failures([Failure(*at, *why, me) for at, why in failed.items()])
 
     async def _flush(self, store: MetadataStore) -> None:
+        until = self.loop.time() + FLUSH_SECONDS
+        while self.loop.time() < until and (page := self.counters.take_unflushed(FLUSH_KEYS)):
+            await self._flush_page(store, page, until)
+
+    async def _flush_page(
+        self, store: MetadataStore, page: dict[str | None, dict[str, int]], until: float
+    ) -> None:
         missed: StoreError | None = None
-        for namespace, counts in self.counters.take_unflushed().items():
+        for namespace, counts in page.items():
+            if self.loop.time() >= until:
+                self.counters.put_back(namespace, counts)
+                continue
             what = "counters of this node"
             try:
                 if namespace is None:

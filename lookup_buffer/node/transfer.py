@@ -46,13 +46,7 @@ from lookup_buffer.node.holders import (
     Holder,
     soonest,
 )
-from lookup_buffer.node.links import (
-    EXCLUDED_SECONDS,
-    TENSORS,
-    Credentials,
-    Rotation,
-    dial,
-)
+from lookup_buffer.node.links import EXCLUDED_SECONDS, TENSORS, Credentials, Rotation, dial
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.receive import Busy, Receiver
 from lookup_buffer.node.storage import Breaker
@@ -403,7 +397,7 @@ class Fetcher:
                 if not began:
                     began = self.loop.time()
                     holder.pace.answered(began - started, began)
-                one = batch.arrive(await self._receive(link, batch.left[0], *header))
+                one = batch.arrive(await self._receive(link, batch.left[0], started, *header))
                 nbytes += header[1]
                 holder.breaker.succeeded()
                 if one.fetched.held is not None:
@@ -421,7 +415,7 @@ class Fetcher:
         holder.links.append((link, ended))
 
     async def _receive(
-        self, link: FramedSocket, one: Wanted, answer: object, nbytes: int
+        self, link: FramedSocket, one: Wanted, started: float, answer: object, nbytes: int
     ) -> Fetched:
         """What comes behind this header: the bytes, verified and in the arena, or `stale`."""
         if _is_stale(answer):
@@ -432,7 +426,7 @@ class Fetcher:
         item = self._reserve(one, header)
         try:
             checksum = await self._receiver.payload(link, self.arena.bytes_of(item))
-            return self._commit(item, checksum, header.checksum)
+            return self._commit(item, checksum, header.checksum, started)
         except BaseException:
             self.arena.abandon(item)
             raise
@@ -450,7 +444,7 @@ class Fetcher:
             await self._receive_parts(holder, parts, streams)
             assert parts.item is not None
             checksum = await self._receiver.checksum(self.arena.bytes_of(parts.item))
-            fetched = self._commit(parts.item, checksum, parts.checksum)
+            fetched = self._commit(parts.item, checksum, parts.checksum, started)
         except BaseException:
             if parts.item is not None:
                 self.arena.abandon(parts.item)
@@ -582,9 +576,13 @@ class Fetcher:
         item.device = one.located.record.device if one.located.record else ""
         return item
 
-    def _commit(self, item: Item, checksum: int, expected: int) -> Fetched:
+    def _commit(self, item: Item, checksum: int, expected: int, started: float) -> Fetched:
+        """`started`: when it was requested, by the loop's clock, which is the arena's."""
         if checksum != expected:
             raise CorruptTensor(f"{item.origin} sent bytes that do not match their checksum")
+        if self.arena.is_invalid(item, started):  # its holder may have sent it before it knew
+            self.arena.abandon(item)
+            return Fetched(None, MissReason.STALE)
         held = self.arena.commit(item, checksum, FETCH_OWNER)
         self.counters.add("bytes_fetched", item.nbytes)
         return Fetched(held)

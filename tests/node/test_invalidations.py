@@ -1,13 +1,15 @@
 """Invalidated namespaces: nodes drop their items of them, and nothing else."""
 
+import asyncio
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 import torch
 
-from awaited import at_once, awaited
+from awaited import awaited
 from command_line import assert_refused, run, run_json
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.inspection.findings import Code
@@ -21,6 +23,7 @@ from memory_store import MemoryStore
 from nodes import StartNode, handoff, key, wait_until
 from servers import StartServer, patient
 from store import BlockingStore
+from virtual_loop import VirtualLoop
 
 
 @pytest.fixture
@@ -121,11 +124,11 @@ def test_an_invalid_namespace_is_refused(store: BlockingStore, url: str) -> None
 
 class Part:
     def __init__(self) -> None:
-        self.now, self.wall = 100.0, 5000.0
+        self.loop, self.wall = VirtualLoop(), 5000.0
         self.store = MemoryStore()
         self.gone: list[tuple[str, str]] = []
-        self.arena = Arena(1 << 20, self._changed)
-        self.invalidations = Invalidations(self.arena, lambda: self.now, lambda: self.wall)
+        self.arena = Arena(1 << 20, self._changed, self.loop.time)
+        self.invalidations = Invalidations(self.loop, self.arena, lambda: self.wall)
 
     def _changed(self, address: tuple[str, str], reason: str) -> None:
         if reason:
@@ -139,9 +142,11 @@ class Part:
 
     def heed(self, seconds_later: float = 0.0) -> list[str]:
         """The keys that went."""
-        self.now += seconds_later
+        self.loop.run(seconds_later)
         self.gone.clear()
-        at_once(self.invalidations.apply(awaited(self.store)))
+        applied = self.loop.create_task(self.invalidations.apply(awaited(self.store)))
+        self.loop.run(0.0)
+        applied.result()
         assert {reason for _, reason in self.gone} <= {"invalidated"}
         return sorted(key for key, _ in self.gone)
 
@@ -169,17 +174,56 @@ def test_nodes_that_read_the_mark_later_drop_their_copies_too(part: Part) -> Non
     assert part.heed() == ["new", "of today"]
 
 
+def test_a_copy_on_its_way_is_not_kept_however_late_it_comes(part: Part) -> None:
+    part.heed()
+    part.store.mark_invalid("ns", 5001.0)
+    header, clock = TensorHeader("uint8", (4,), 4), part.loop.time
+    item = part.arena.reserve(("ns", "k"), header, origin="other-node", ttl_seconds=None)
+    assert item is not None
+    began = clock()
+    part.heed()
+    late = clock() + LATE_SECONDS - 1.0
+    part.heed(LATE_SECONDS)
+    part.heed(100.0)
+    assert part.arena.is_invalid(item, began)
+    assert part.arena.is_invalid(item, late), "its holder may not have read the mark yet"
+    assert not part.arena.is_invalid(item, clock())
+    part.arena.abandon(item)
+
+
 def test_a_large_namespace_is_removed_in_pages(part: Part) -> None:
     part.heed()
     for n in range(2 * PAGE + 1):
         part.hold(f"k{n}")
     part.store.mark_invalid("ns", 5001.0)
-    apply, gone = part.invalidations.apply(awaited(part.store)), []
-    with pytest.raises(StopIteration):
-        while True:
-            apply.send(None)
+    gone: list[int] = []
+
+    async def apply() -> None:
+        await part.invalidations.apply(awaited(part.store))
+        while len(gone) < 4:
             gone.append(len(part.gone))
-    assert gone == [PAGE, 2 * PAGE, 2 * PAGE + 1], "the loop goes on between them"
+            await asyncio.sleep(0)
+
+    applied = part.loop.create_task(apply())
+    part.loop.run(0.0)
+    applied.result()
+    assert gone == [0, PAGE, 2 * PAGE, 2 * PAGE + 1], "the loop goes on between them"
+
+
+def test_a_bug_in_a_removal_is_raised_and_ends_no_other(
+    part: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part.heed()
+    for n in range(3):
+        part.hold(f"k{n}")
+    part.store.mark_invalid("ns", 5001.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(part.arena, "remove", lambda *_: 1 / 0)
+        assert part.heed() == []
+    with pytest.raises(ZeroDivisionError):
+        part.heed(1.0)
+    assert len(part.gone) == 2
+    assert part.heed(1.0) == []
 
 
 @pytest.mark.parametrize(("at", "gone"), [(4999.0, []), (5000.5, ["first"])])
@@ -189,3 +233,30 @@ def test_the_first_mark_read_counts_if_it_is_younger_than_the_node(
     part.hold("first")
     part.store.mark_invalid("ns", at)
     assert part.heed() == gone
+
+
+def test_an_old_mark_drops_nothing_again(part: Part) -> None:
+    """A snapshot of the store brings it back, also after the store had lost all."""
+    part.heed()
+    for at in (5001.0, 5002.0):
+        part.hold(f"before {at}")
+        part.store.mark_invalid("ns", at)
+        assert part.heed() == [f"before {at}"]
+    part.hold("kept")
+    part.store.mark_invalid("ns", 5001.0)
+    assert part.heed() == []
+    part.store = MemoryStore()
+    assert part.heed() == []
+    part.store.mark_invalid("ns", 5002.0)
+    assert part.heed() == []
+    part.store.mark_invalid("ns", 5003.0)
+    assert part.heed() == ["kept"]
+
+
+def test_a_mark_by_a_clock_that_was_ahead_does_not_hide_the_next_one(
+    store: BlockingStore, url: str
+) -> None:
+    space, ahead = Namespace.named(f"ahead-{secrets.token_hex(4)}").fingerprint, time.time() + 3600
+    store.mark_invalid(space, ahead)
+    run_json("invalidate", space, "--store-url", url)
+    assert store.invalidations()[space] > ahead

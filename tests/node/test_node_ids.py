@@ -17,7 +17,7 @@ from lookup_buffer.runtime import to_json
 from nodes import ROOT, NodeProcess, StartNode, key, wait_until
 from patience import quickest, scaled
 from servers import StartServer, command, flush, patient
-from store import EmbeddedServer, open_store
+from store import EmbeddedServer, layout, open_store
 
 NAMESPACE = Namespace.named("tests").fingerprint
 WATCH_SECONDS = 3.0
@@ -114,6 +114,27 @@ def test_a_frozen_node_that_was_replaced_ends(
     assert second.stats()["store_up"] == 1
     with open_store(valkey_server.url, call_timeout_seconds=2.0) as store:
         assert store.beats()[node.node_id].boot == new_boot, "it did not remove the other's beat"
+
+
+def test_a_snapshot_of_an_earlier_boot_ends_no_node(
+    start_server: StartServer, start_node: StartNode
+) -> None:
+    url, name = start_server().url, key()
+    node = start_node(store_url=url)
+    with open_store(url, call_timeout_seconds=2.0) as store:
+        wait_until(lambda: node.node_id in store.beats(), 5.0)
+        earlier = store.beats()[node.node_id]
+        node.kill()
+        node.start()
+        with node.client() as client:
+            client.insert(name, torch.ones(3))
+            wait_until(lambda: store.locate(NAMESPACE, [name.text]) != [None], 20.0)
+            beat = f"{earlier.boot}:{earlier.sequence}"
+            assert command(url, "HSET", "lb:nodes", node.node_id, beat) == b":0"
+            assert command(url, "UNLINK", layout.record(NAMESPACE, name.text)) == b":1"
+            wait_until(lambda: store.locate(NAMESPACE, [name.text]) != [None], 20.0)
+            assert store.beats()[node.node_id].boot == client.boot
+            assert client.select(name) is not None
 
 
 def test_a_node_that_left_makes_room_at_once(start_node: StartNode) -> None:

@@ -272,7 +272,11 @@ def test_a_refused_publication_is_counted_and_releases_its_claim(namespace: str)
     assert bench.counters.totals()["publish_refused"] == 1
     assert bench.held_by("second") == set()
     assert ask(bench.store, namespace, "b", key="second").granted
-    assert len(bench.dirty) == 0, "the next walk tries again"
+    assert (len(bench.dirty), bench.dirty.take()) == (1, []), "it is held until the next beat"
+    bench.dirty.retry()
+    bench.write()
+    assert bench.counters.totals()["publish_refused"] == 2
+    assert not ask(bench.store, namespace, "c", key="second").granted, "the claim of b stays"
     bench.arena.close()
 
 

@@ -155,7 +155,8 @@ def test_copies_are_published_while_the_nodes_own_description_cannot_be(
                 wait_until(lambda: unlucky.stats()["unpublished"] == 0, 5.0, "it is published")
                 assert consumer.select(name, timeout=5.0) is not None
             assert unlucky.stats()["store_up"]
-            assert "the description of this node was not written" in unlucky.log_text()
+            failure = "the description of this node was not written"
+            wait_until(lambda: failure in unlucky.log_text(), 10.0)
         described = layout.node(unlucky.node_id)
         wait_until(lambda: own_cluster.command(described, "TTL", described) > 86395, 15.0)
 

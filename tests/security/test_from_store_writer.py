@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -31,6 +32,7 @@ from proxies import Relay
 from servers import StartServer, command
 from store import LOCATIONS_MAX, NODES_MAX, layout, open_store
 from store.record_fields import read_record
+from virtual_loop import VirtualLoop
 
 
 @asynccontextmanager
@@ -289,11 +291,11 @@ def test_of_many_locations_readers_keep_as_many_as_nodes_write() -> None:
     assert len(record.locations) == len(record.devices) == LOCATIONS_MAX
 
 
-def describe(url: str, node: str, **described: str) -> None:
+def describe(url: str, node: str, *, sequence: int = 1, **described: str) -> None:
     """Write a description and a beat of a node, as its boot would."""
     others = dict.fromkeys(("version", "capacity", "used", "items"), "1")
     hash_set(url, f"lb:node:{node}", described | others)
-    hash_set(url, "lb:nodes", {node: f"{described['boot']}:1"})
+    hash_set(url, "lb:nodes", {node: f"{described['boot']}:{sequence}"})
 
 
 def test_huge_descriptions_of_nodes_are_not_kept(
@@ -328,12 +330,17 @@ def test_a_node_takes_no_more_nodes_than_a_bound(
 def test_what_a_node_says_when_its_id_is_taken_is_one_line_of_its_log(
     start_node: StartNode, start_server: StartServer
 ) -> None:
-    """By a beat under its id he ends it, and it quotes what he says of the other node."""
+    """By beats under its id he ends it, and it quotes what he says of the other node."""
     url = start_server().url
     node = start_node(store_url=url)
     with_store(node)
-    describe(url, node.node_id, boot="evil", endpoint="tcp://x:1", host="h\nforged \x1b[31m")
-    wait_until(lambda: "took this id over" in node.log_text(), 30.0)
+    evil, sequences = {"boot": "evil", "host": "h\nforged \x1b[31m"}, itertools.count()
+
+    def ended() -> bool:
+        describe(url, node.node_id, sequence=next(sequences), endpoint="tcp://x:1", **evil)
+        return "took this id over" in node.log_text()
+
+    wait_until(ended, 30.0)
     (line,) = [line for line in node.log_text().splitlines() if "boot evil" in line]
     assert r"on host h\nforged \x1b[31m took this id over" in line
 
@@ -349,7 +356,7 @@ class CountingArena(Arena):
 def test_invalidations_of_what_a_node_does_not_have_cost_no_walk_over_its_items() -> None:
     arena, store = CountingArena(MIB, lambda *_: None), MemoryStore()
     try:
-        invalidations = Invalidations(arena, lambda: 0.0, lambda: 0.0)
+        invalidations = Invalidations(VirtualLoop(), arena, lambda: 0.0)
         for number in range(1000):
             store.mark_invalid(f"ghost-{number}", 1.0)
         at_once(invalidations.apply(awaited(store)))

@@ -37,6 +37,18 @@ def test_returned_hits_are_added_and_bounded() -> None:
     assert (taken["ns"]["k0"], taken["ns"]["new"]) == (2, 1)
 
 
+def test_hits_are_taken_in_pages_the_oldest_first() -> None:
+    counters = Counters()
+    for n in range(5):
+        counters.hit(item_of(f"k{n}"), count=n + 1)
+    first = counters.take_unflushed(3)
+    assert first["ns"] == {"k0": 1, "k1": 2, "k2": 3}
+    counters.put_back("ns", {"k0": 1})
+    assert counters.take_unflushed(2) == {"ns": {"k3": 4, "k4": 5}}
+    assert counters.take_unflushed(2) == {"ns": {"k0": 1}}
+    assert counters.take_unflushed(2) == {}
+
+
 def test_hits_and_their_bytes_are_counted_by_source() -> None:
     counters = Counters()
     counters.hit(item_of("a"), count=3)

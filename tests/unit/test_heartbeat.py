@@ -172,6 +172,24 @@ def test_a_node_replaced_while_frozen_ends(clock: Clock, store: MemoryStore) -> 
     mine = heart(clock)
     at_once(mine.beat(awaited(store)))
     store.beat("node-1", "later", 1, replacing=store.beats()["node-1"])
+    assert is_watching(mine, store)
+    clock.now += 1.0
+    store.beat("node-1", "later", 2)
     with pytest.raises(ConfigError, match="boot later took this id over while this node"):
         at_once(mine.beat(awaited(store)))
-    assert store.beats() == {"node-1": Beat("later", 1)}
+    assert store.beats() == {"node-1": Beat("later", 2)}
+
+
+def test_a_beat_of_the_past_does_not_end_a_node(clock: Clock, store: MemoryStore) -> None:
+    """The store was restored from a snapshot that is older than this boot."""
+    mine = heart(clock)
+    at_once(mine.beat(awaited(store)))
+    store.leave("node-1", "mine")
+    store.beat("node-1", "old", 7)
+    since = clock.now
+    while clock.now < since + WATCH_SECONDS:
+        assert is_watching(mine, store)
+        clock.now += mine.pause_seconds()
+    assert at_once(mine.beat(awaited(store))) is True, "all is to be published again"
+    assert mine.established
+    assert store.beats()["node-1"].boot == "mine"

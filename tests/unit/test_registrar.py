@@ -1,8 +1,10 @@
 """The registrar, in virtual time, on stores that fail over, refuse, evict it, or have bugs."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import pytest
@@ -10,17 +12,20 @@ import pytest
 from awaited import awaited
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
+from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node import invalidations as invalidations_module
 from lookup_buffer.node import registrar as registrar_module
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Pools
-from lookup_buffer.node.dirty_set import RECENT_SECONDS
+from lookup_buffer.node.dirty_set import BATCH, RECENT_SECONDS
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.registrar import WALK_PAUSE_SECONDS, Registrar
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.times import DEAD_AFTER_SECONDS
 from memory_store import MemoryStore
-from store import Beat, BlockingStore, Location, StoreUnavailable
+from store import Beat, BlockingStore, Location, Publication, Publishing, StoreUnavailable
 from store.testing.samples import a_record
 from virtual_loop import VirtualLoop
 
@@ -241,12 +246,105 @@ def test_a_replaced_node_ends_and_writes_nothing_more() -> None:
     with registrar_on(store) as (registrar, arena):
         assert comes_true(registrar, lambda: "us" in store.beats(), 3.0)
         store.beat("us", "later", 1, replacing=store.beats()["us"])
-        assert comes_true(registrar, lambda: registrar.fault, 3.0)
+        assert comes_true(registrar, lambda: not registrar.heartbeat.established, 3.0)
         insert(arena, "k")
+        assert not comes_true(registrar, lambda: registrar.fault or any(held(store, "k")), 2.0)
+        store.beat("us", "later", 2)
+        assert comes_true(registrar, lambda: registrar.fault, 3.0)
     assert isinstance(registrar.fault, ConfigError)
     assert "boot later" in str(registrar.fault)
     assert held(store, "k") == [False]
     assert store.beats()["us"].boot == "later"
+
+
+def test_a_store_restored_from_a_snapshot_older_than_this_boot_is_filled_again() -> None:
+    """It names an earlier boot of this node, and an item of that boot."""
+    store = MemoryStore()
+    with registrar_on(store) as (registrar, arena):
+        insert(arena, "k")
+        assert comes_true(registrar, lambda: held(store, "k") == [True], 3.0)
+        store.withdraw(NAMESPACE, "k", "us", reason="test")
+        store.leave("us", "usboot")
+        store.beat("us", "earlier", 7)
+        assert comes_true(registrar, lambda: not registrar.heartbeat.established, 3.0)
+        insert(arena, "meanwhile")
+        assert not comes_true(registrar, lambda: any(held(store, "k", "meanwhile")), 2.5)
+        assert comes_true(registrar, lambda: all(held(store, "k", "meanwhile")), 3.0)
+        assert store.beats()["us"].boot == "usboot"
+        assert registrar.fault is None
+
+
+def test_beats_do_not_wait_for_a_large_namespace_to_be_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(invalidations_module, "PAGE", 10)
+    store, count, seconds = Beating(), 500, 0.02
+    with registrar_on(store) as (registrar, arena):
+        loop: Any = registrar.loop
+        store.clock = loop.time
+        for n in range(count):
+            insert(arena, f"k{n}")
+        assert comes_true(registrar, lambda: registrar.pending() == 0, 3.0)
+        changed = arena.on_change
+
+        def slowly(address: QualifiedKey, reason: str) -> None:
+            loop.now += seconds
+            changed(address, reason)
+
+        arena.on_change = slowly
+        store.mark_invalid(NAMESPACE, time.time() + 1.0)
+        loop.run(count * seconds + 4.0)
+        assert not arena.addresses()
+        assert not any(held(store, "k0", "k499"))
+    pauses = [after - before for before, after in pairwise(store.beaten_at)]
+    assert max(pauses) < DEAD_AFTER_SECONDS / 2
+
+
+class Full(MemoryStore):
+    """One that may have no memory, and counts what it refuses then."""
+
+    is_full = True
+    refused = 0
+
+    def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
+        if not self.is_full:
+            return super().publish_many(publishings)
+        self.refused += len(publishings)
+        return [Publication.REFUSED] * len(publishings)
+
+
+def test_what_a_full_store_refused_is_published_when_there_is_memory() -> None:
+    """Long before the next walk: a hand-off would have ended by then."""
+    store, keys = Full(), [f"k{n}" for n in range(500)]
+    with registrar_on(store) as (registrar, arena):
+        for key in keys:
+            insert(arena, key)
+        handoff = ("ns", "h@request")
+        header = TensorHeader("uint8", (4,), 4)
+        item = arena.reserve_handoff(handoff, header, ttl_seconds=300.0, wanted=False)
+        arena.commit(item, 7, 1)
+        assert comes_true(registrar, lambda: store.refused > len(keys), 3.0)
+        refused = store.refused
+        assert not comes_true(registrar, lambda: registrar.pending() <= len(keys) or any(
+            held(store, *keys, handoff[1])
+        ), 10.0)  # fmt: skip
+        assert store.refused - refused <= 12 * BATCH, "few are tried with each beat"
+        store.is_full = False
+        assert comes_true(registrar, lambda: all(held(store, *keys, handoff[1])), 3.0)
+        assert comes_true(registrar, lambda: registrar.pending() == 0, 3.0)
+
+
+class Beating(MemoryStore):
+    """It notes when it is given a beat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock: Callable[[], float] = time.monotonic
+        self.beaten_at: list[float] = []
+
+    def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
+        self.beaten_at.append(self.clock())
+        return super().beat(node, boot, sequence, replacing=replacing)
 
 
 class Failing(MemoryStore):

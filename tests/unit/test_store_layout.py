@@ -229,3 +229,4 @@ def test_huge_beats_and_invalidations_are_left_out() -> None:
     beats = {b"n": b"boot:1", b"m": huge + b":1", b"l": b"boot:" + huge, huge: b"boot:1"}
     assert layout.read_beats(beats) == {"n": Beat("boot", 1)}
     assert layout.read_invalidations({b"ns": b"1.5", huge: b"1.5", b"n": huge}) == {"ns": 1.5}
+    assert layout.read_invalidations({b"n": b"nan", b"m": b"inf", b"l": b"-inf"}) == {}
