@@ -27,6 +27,7 @@ from xxhash import xxh3_64_intdigest
 
 from lookup_buffer.errors import BufferFull, TensorTooLarge
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.owned import Owned
 from lookup_buffer.node.shares import Shares
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.shm.allocator import Allocator
@@ -75,6 +76,8 @@ class Item:
     ready: bool = False
     checksum: int = 0
     pins: int = 0
+    peer_pins: int = 0
+    """Of those, how many are PEER_OWNER's."""
     gone: bool = False
     is_leased: bool = False
     """Whether a taker has this hand-off: see `handoffs`."""
@@ -165,7 +168,7 @@ class Arena:
         self._expiring: set[Item] = set()
         """The complete items that have a time to live."""
         self._offers: dict[QualifiedKey, Item] = {}
-        self._pins: dict[int, Pin] = {}
+        self._pins: Owned[Pin] = Owned()
         self.shares = Shares("pins", PINS_MAX, PINS_OWN)
         """The pins of clients, also those of lanes. The owners below 0 are parts of the node."""
         self._generations = itertools.count(1)
@@ -268,7 +271,9 @@ class Arena:
         ticket = secrets.randbits(TICKET_BITS)
         size = pin_size(ranks)
         pin = Pin(ticket, item, owner, None if ranks is None else set(ranks), size)
-        self._pins[pin.ticket] = pin
+        self._pins.put(owner, ticket, pin)
+        if owner == PEER_OWNER:
+            item.peer_pins += 1
         self.shares.add(owner, size)
         return pin
 
@@ -288,21 +293,22 @@ class Arena:
                 if not pin.ranks:
                     self._unpin(pin)
 
-    def holds_pins(self, owner: int, item: Item | None = None) -> bool:
-        """Whether a pin of `owner`, on this item or any, is not released."""
-        pins = (pin for pin in self._pins.values() if pin.owner == owner)
-        return any(item is None or pin.item is item for pin in pins)
+    def holds_pins(self, owner: int) -> bool:
+        """Whether a pin of `owner` is not released."""
+        return self._pins.has(owner)
 
     def release_all(self, owner: int) -> None:
         """Release all tickets of `owner`."""
-        for pin in [pin for pin in self._pins.values() if pin.owner == owner]:
+        for pin in self._pins.of(owner):
             self._unpin(pin)
 
     def _unpin(self, pin: Pin) -> None:
-        del self._pins[pin.ticket]
+        self._pins.drop(pin.owner, pin.ticket)
         self.shares.add(pin.owner, -pin.size)
         item = pin.item
         item.pins -= 1
+        if pin.owner == PEER_OWNER:
+            item.peer_pins -= 1
         if item.pins:
             return
         if not item.is_handoff:

@@ -29,10 +29,11 @@ from typing import Any, Final
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
-from lookup_buffer.node.arena import PEER_OWNER, Arena, Item, Pin
+from lookup_buffer.node.arena import Arena, Item, Pin
 from lookup_buffer.node.connection import Connection, granted
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.links import Link
+from lookup_buffer.node.owned import Owned
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import (
     Acknowledge,
@@ -95,7 +96,7 @@ class Handoffs:
     arena: Arena
     counters: Counters
     lease_seconds: float
-    _leases: dict[int, Lease] = field(default_factory=dict)
+    _leases: Owned[Lease] = field(default_factory=Owned)
     """By token. Won leases stay for a while, since the winner may repeat its acknowledgement."""
     _queues: "dict[QualifiedKey, OrderedDict[asyncio.Future[Lease | None], Hashable]]" = field(
         default_factory=dict
@@ -180,7 +181,7 @@ class Handoffs:
     def end(self, taker: Hashable) -> None:
         """The taker is gone, and its queued requests are cancelled: its leased items are READY
         again."""
-        for lease in [lease for lease in self._leases.values() if lease.taker == taker]:
+        for lease in self._leases.of(taker):
             self.give_back(lease.token)
 
     def leased(self, address: QualifiedKey) -> bool:
@@ -319,7 +320,8 @@ class Handoffs:
         token = secrets.randbits(63)
         seconds = self.lease_seconds + item.nbytes / BYTES_PER_SECOND_MIN
         end = self.loop.call_later(seconds, self._over, token)
-        lease = self._leases[token] = Lease(token, held, taker, seconds, end)
+        lease = Lease(token, held, taker, seconds, end)
+        self._leases.put(taker, token, lease)
         return lease
 
     def _find(self, token: int, taker: Hashable | None) -> Lease | None:
@@ -329,10 +331,10 @@ class Handoffs:
     def _over(self, token: int) -> None:
         lease = self._leases[token]
         if lease.won:
-            del self._leases[token]
+            self._leases.drop(lease.taker, token)
             return
         was_sent = lease.is_sent
-        lease.is_sent = self.arena.holds_pins(PEER_OWNER, lease.held.item)
+        lease.is_sent = lease.held.item.peer_pins > 0
         if lease.is_sent or was_sent:  # after its last byte the taker has one more lease
             seconds = PEER_PROGRESS_SECONDS if lease.is_sent else lease.seconds
             lease.end = self.loop.call_later(seconds, self._over, token)
@@ -344,7 +346,7 @@ class Handoffs:
             self.give_back(lease.token)
 
     def _give_back(self, lease: Lease) -> None:
-        del self._leases[lease.token]
+        self._leases.drop(lease.taker, lease.token)
         lease.end.cancel()
         self.counters.add("handoffs_returned")
         self._let_go(lease)

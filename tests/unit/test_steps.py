@@ -1,0 +1,116 @@
+"""How much one request makes a node do, in instructions of Python: a client may hold all that the
+bounds allow it, and then ask for what has to look through that."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from lookup_buffer.node.arena import PEER_OWNER, Arena, Item
+from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.devices import Lanes, Pools, _Offered
+from lookup_buffer.node.handoffs import Arrival, Handoffs
+from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.messages import OpenPool
+from steps import steps_of
+from virtual_loop import VirtualLoop
+
+NAMESPACE = "f" * 64
+NONE = TensorHeader.of_none()
+MANY = 2000
+FEW = 1000
+"""Steps for each of MANY, at most: a walk over all the others would take more than that."""
+OTHER, HOLDER, TAKER = 1, 2, 3
+
+
+class Node:
+    def __init__(self, capacity_bytes: int = 16 << 20) -> None:
+        self.loop = VirtualLoop()
+        self.arena = Arena(capacity_bytes, lambda _address, _reason: None, self.loop.time)
+        parts: Any = self.loop
+        self.handoffs = Handoffs(parts, self.arena, Counters(), 10.0)
+
+    def store(self, name: str, nbytes: int = 0) -> Item:
+        header = TensorHeader("uint8", (nbytes,), nbytes) if nbytes else NONE
+        item = self.arena.reserve((NAMESPACE, name), header, origin="local", ttl_seconds=None)
+        assert item is not None
+        self.arena.release([self.arena.commit(item, 0, OTHER).ticket], OTHER)
+        return item
+
+    def hand_off(self, name: str) -> Item:
+        arrival = Arrival((NAMESPACE, name), NONE, 300.0)
+        item = self.handoffs.reserve(arrival, until=0.0)
+        assert item is not None
+        self.arena.release([self.arena.commit(item, 0, OTHER).ticket], OTHER)
+        return item
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node()
+    with closing(node.arena):
+        yield node
+
+
+def test_the_end_of_a_session_costs_what_it_holds(node: Node) -> None:
+    item = node.store("k")
+    for _ in range(MANY):
+        node.arena.pin(item, HOLDER)
+    node.arena.pin(item, OTHER)
+
+    def end() -> None:
+        assert node.arena.holds_pins(OTHER)
+        assert not node.arena.holds_pins(TAKER)
+        node.arena.release_all(OTHER)
+
+    assert steps_of(end) < MANY
+    assert not node.arena.holds_pins(OTHER)
+    assert steps_of(lambda: node.arena.release_all(HOLDER)) < FEW * MANY
+    assert node.arena.gauges().pins == 0
+
+
+def test_leases_that_run_out_cost_the_same_each(node: Node) -> None:
+    for n in range(MANY):
+        node.hand_off(f"{n}@r")
+        lease = node.handoffs.take((NAMESPACE, f"{n}@r"), TAKER)
+        assert lease is not None
+        node.arena.pin(lease.held.item, TAKER)
+    pin = node.arena.hold((NAMESPACE, "0@r"), PEER_OWNER)
+    assert pin is not None
+    assert steps_of(lambda: node.loop.run(11.0)) < FEW * MANY
+    assert [lease.is_sent for lease in node.handoffs._leases.values()] == [True]
+    node.arena.release([pin.ticket], PEER_OWNER)
+    node.loop.run(100.0)
+    assert not node.handoffs._leases
+
+
+def test_the_end_of_a_session_costs_what_it_has_taken(node: Node) -> None:
+    for n in range(MANY):
+        node.hand_off(f"{n}@r")
+        assert node.handoffs.take((NAMESPACE, f"{n}@r"), OTHER if n == 0 else TAKER) is not None
+    assert steps_of(lambda: node.handoffs.end(OTHER)) < MANY
+    assert len(node.handoffs._leases) == MANY - 1
+    assert steps_of(lambda: node.handoffs.end(TAKER)) < FEW * MANY
+    assert not node.handoffs._leases
+
+
+def test_the_end_of_a_pool_costs_what_it_offers(node: Node) -> None:
+    nothing: Any = None
+    pools = Pools(node.arena)
+    lanes = Lanes(nothing, "boot", nothing, Counters(), pools)
+    sessions: list[Any] = [object(), object(), object()]
+    for session in sessions[:2]:
+        lanes.open(session, OpenPool(1, "", "", 0, "pool", 1 << 20, True, True))
+    first, second = pools.of(sessions[0]), pools.of(sessions[1])
+    assert first is not None
+    assert second is not None
+    for n in range(MANY):
+        pools._add((NAMESPACE, str(n)), first, _Offered(n, 0))
+    pools._add((NAMESPACE, "0"), second, _Offered(1, 0))
+    assert steps_of(lambda: lanes.close(sessions[2])) < MANY
+    assert steps_of(lambda: lanes.close(sessions[1])) < MANY
+    assert len(pools._offers) == MANY
+    assert steps_of(lambda: lanes.close(sessions[0])) < FEW * MANY
+    assert not pools._offers
+    assert not pools.shares._held
