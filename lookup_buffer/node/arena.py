@@ -163,8 +163,8 @@ class Arena:
         self._items: dict[QualifiedKey, Item] = {}
         """What uses an address: complete items, and reservations of items that will be found."""
         self._by_use: OrderedDict[int, Item] = OrderedDict()
-        """By offset, the items that may be evicted unless they are pinned; least recently used
-        first."""
+        """By offset, the items that may be evicted; least recently used first. A pinned one is not
+        among them: the end of its last pin is a use."""
         self._expiring: set[Item] = set()
         """The complete items that have a time to live."""
         self._offers: dict[QualifiedKey, Item] = {}
@@ -194,7 +194,7 @@ class Arena:
             self.remove(item, GoneReason.EXPIRED)
             return None
         item.last_used = now
-        if not item.is_handoff:
+        if not item.pins and not item.is_handoff:
             self._by_use.move_to_end(item.offset)
         return item
 
@@ -267,6 +267,7 @@ class Arena:
         if not item.pins and not item.is_handoff:
             self._check_held(item.nbytes)
             self._pinned_bytes += item.nbytes
+            self._by_use.pop(item.offset, None)
         item.pins += 1
         ticket = secrets.randbits(TICKET_BITS)
         size = pin_size(ranks)
@@ -315,8 +316,11 @@ class Arena:
             self._pinned_bytes -= item.nbytes
         if item.gone:
             self._free(item)
-        else:
-            self.on_room()
+            return
+        if not item.is_handoff:
+            item.last_used = self._clock()
+            self._by_use[item.offset] = item
+        self.on_room()
 
     # -- write
 
@@ -535,7 +539,7 @@ class Arena:
     def _evict_entries(self, nbytes: int) -> None:
         """Evict the items that were used least recently until `nbytes` more of entries fit."""
         while self._entries_bytes + nbytes > self._entries_bytes_max:
-            oldest = next((item for item in self._by_use.values() if not item.pins), None)
+            oldest = next(iter(self._by_use.values()), None)
             if oldest is None:
                 raise BufferFull(
                     f"the items occupy {self._entries_bytes} bytes beside the arena, of at most "
@@ -548,7 +552,7 @@ class Arena:
         """Evict neighbours and allocate `nbytes`. Of all runs that suffice, the most recently used
         item of this one was used least recently: see `Allocator.eviction_window`."""
         by_use = self._by_use
-        ages = ((item.last_used, at) for at, item in by_use.items() if not item.pins)
+        ages = ((item.last_used, at) for at, item in by_use.items())
         window = self._allocator.eviction_window(nbytes, ages)
         if window is None:
             raise BufferFull(
@@ -563,8 +567,6 @@ class Arena:
 
     def _list(self, item: Item) -> None:
         """Let readers find a complete item."""
-        if not item.is_handoff:
-            self._by_use[item.offset] = item
         if item.expires_at is None:
             self.local_index.add(item.address, item.header, item.offset)
         else:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lookup_buffer.node.arena import PEER_OWNER, Arena, Item
+from lookup_buffer.node import arena
+from lookup_buffer.node.arena import PEER_OWNER, Arena, Item, entry_bytes_of
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes, Pools, _Offered
 from lookup_buffer.node.handoffs import Arrival, Handoffs
@@ -114,3 +115,40 @@ def test_the_end_of_a_pool_costs_what_it_offers(node: Node) -> None:
     assert steps_of(lambda: lanes.close(sessions[0])) < FEW * MANY
     assert not pools._offers
     assert not pools.shares._held
+
+
+def test_what_is_evicted_is_found_at_once_beside_many_that_are_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned = 5 * MANY
+    monkeypatch.setattr(
+        arena, "ENTRIES_BYTES_MIN", (pinned + 20) * entry_bytes_of((NAMESPACE, "p"))
+    )
+    node = Node(1 << 20)
+    with closing(node.arena):
+        for n in range(pinned):
+            node.arena.pin(node.store(chr(0x4E00 + n)), HOLDER)
+        for n in range(20):
+            node.store(chr(0x41 + n))
+        assert node.arena.gauges().items == pinned + 20
+
+        def store() -> None:
+            for n in range(20):
+                node.store(chr(0x61 + n))
+
+        assert steps_of(store) < 20 * 5 * FEW
+        assert node.arena.gauges().items == pinned + 20
+        assert node.arena.peek((NAMESPACE, "A")) is None
+
+
+def test_the_end_of_the_last_pin_is_a_use() -> None:
+    node = Node(64 * 3)
+    with closing(node.arena):
+        pin = node.arena.pin(node.store("a"), HOLDER)
+        node.store("b")
+        node.store("c")
+        node.loop.now = 1.0
+        node.arena.release([pin.ticket], HOLDER)
+        node.store("d")
+        node.store("e")
+        assert {name for _, name in node.arena.addresses()} == {"a", "d", "e"}
