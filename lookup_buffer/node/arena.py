@@ -27,6 +27,7 @@ from xxhash import xxh3_64_intdigest
 
 from lookup_buffer.errors import BufferFull, TensorTooLarge
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.expiring import Expiring
 from lookup_buffer.node.owned import Owned
 from lookup_buffer.node.shares import Shares
 from lookup_buffer.protocol.header import TensorHeader
@@ -165,7 +166,7 @@ class Arena:
         self._by_use: OrderedDict[int, Item] = OrderedDict()
         """By offset, the items that may be evicted; least recently used first. A pinned one is not
         among them: the end of its last pin is a use."""
-        self._expiring: set[Item] = set()
+        self._expiring: Expiring[Item] = Expiring()
         """The complete items that have a time to live."""
         self._offers: dict[QualifiedKey, Item] = {}
         self._pins: Owned[Pin] = Owned()
@@ -377,7 +378,8 @@ class Arena:
         try:
             return self._place_handoff(address, header, ttl_seconds, wanted=wanted)
         except BufferFull:
-            self.remove_expired()
+            if not self.remove_expired():
+                raise
             return self._place_handoff(address, header, ttl_seconds, wanted=wanted)
 
     def commit(self, item: Item, checksum: int, owner: int) -> Pin:
@@ -415,18 +417,20 @@ class Arena:
             return
         item.gone = True
         del self._items[item.address]
-        self._expiring.discard(item)
+        if item.expires_at is not None:
+            self._expiring.discard(item.generation)
         self.local_index.remove(item.address)
         if not item.pins:
             self._free(item)
         self.on_change(item.address, reason)
 
-    def remove_expired(self) -> None:
-        """Remove all items whose time to live is over."""
-        now = self._clock()
-        for item in list(self._expiring):
-            if item.expires_at is not None and item.expires_at <= now:
-                self.remove(item, GoneReason.EXPIRED)
+    def remove_expired(self) -> bool:
+        """Remove all items whose time to live is over. Returns whether there was one."""
+        now, found = self._clock(), False
+        while (item := self._expiring.due(now)) is not None:
+            found = True
+            self.remove(item, GoneReason.EXPIRED)
+        return found
 
     def offer(self, address: QualifiedKey, header: TensorHeader) -> None:
         """There will be a hand-off at `address` once there is room for it: see `published`. Its
@@ -505,6 +509,11 @@ class Arena:
             self._wanted_bytes += nbytes
         return item
 
+    def may_admit(self, address: QualifiedKey, nbytes: int) -> bool:
+        """Whether the share of hand-offs may have room for this one, quickly: it may replace one
+        at its address. False if `reserve_handoff` would refuse it, unless it is wanted."""
+        return address in self._items or self._fits_handoffs(nbytes, entry_bytes_of(address))
+
     def _replace_for(self, address: QualifiedKey, nbytes: int) -> None:
         """Remove an unpinned hand-off at `address` if the share holds only one of the two."""
         old, entry_bytes = self._items.get(address), entry_bytes_of(address)
@@ -570,7 +579,7 @@ class Arena:
         if item.expires_at is None:
             self.local_index.add(item.address, item.header, item.offset)
         else:
-            self._expiring.add(item)
+            self._expiring.add(item.expires_at, item.generation, item)
         self.on_change(item.address, "")
 
     def _free(self, item: Item) -> None:

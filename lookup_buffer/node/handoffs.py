@@ -22,9 +22,10 @@ loop's thread.
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
@@ -44,7 +45,7 @@ from lookup_buffer.protocol.messages import (
     Take,
     parse,
 )
-from lookup_buffer.times import PEER_PROGRESS_SECONDS, REMEMBERED_SECONDS
+from lookup_buffer.times import PEER_PROGRESS_SECONDS, REMEMBERED_SECONDS, TURN_SECONDS
 from store import GoneReason
 
 TTL_SECONDS = 300.0
@@ -107,6 +108,12 @@ class Handoffs:
     _held_back: set[QualifiedKey] = field(default_factory=set)
     _looking: bool = False
     """An attempt to admit queued inserts is scheduled."""
+    _untried: deque[Arrival] = field(default_factory=deque)
+    """Those that the attempt under way has not come to."""
+    _refused_bytes: int | None = None
+    """For so many there was no room in this attempt."""
+    _has_room: bool = False
+    """There is more room than when it began."""
 
     def __post_init__(self) -> None:
         self.arena.on_room = self._room_came
@@ -266,19 +273,35 @@ class Handoffs:
         return True
 
     def _room_came(self) -> None:
+        self._has_room = True
         if self._offers and not self._looking:
             self._looking = True
             self.loop.call_soon(self._look)
 
     def _look(self) -> None:
-        self._looking = False
-        refused_bytes: int | None = None
-        for arrival in [arrival for offers in self._offers.values() for arrival in offers]:
-            nbytes, wanted = arrival.header.nbytes, arrival.address in self._queues
-            if not wanted and refused_bytes is not None and nbytes >= refused_bytes:
-                continue  # there was no room for a smaller one
-            if not self._try(arrival) and not wanted:
-                refused_bytes = nbytes
+        """Admit what fits, for about TURN_SECONDS; the next turns of the loop go on with it."""
+        if not self._untried:
+            self.arena.remove_expired()
+            self._has_room, self._refused_bytes = False, None
+            self._untried.extend(chain.from_iterable(self._offers.values()))
+        until = self.loop.time() + TURN_SECONDS
+        while self._untried:
+            self._look_at(self._untried.popleft())
+            if self.loop.time() >= until:
+                break
+        self._looking = bool(self._untried or (self._has_room and self._offers))
+        if self._looking:
+            self.loop.call_soon(self._look)
+
+    def _look_at(self, arrival: Arrival) -> None:
+        nbytes, wanted = arrival.header.nbytes, arrival.address in self._queues
+        if not wanted:
+            if self._refused_bytes is not None and nbytes >= self._refused_bytes:
+                return  # there was no room for a smaller one
+            if not self.arena.may_admit(arrival.address, nbytes):
+                return
+        if not self._try(arrival) and not wanted:
+            self._refused_bytes = nbytes
 
     # -- leases
 

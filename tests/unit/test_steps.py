@@ -3,11 +3,12 @@ bounds allow it, and then ask for what has to look through that."""
 
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from lookup_buffer.node import arena
+from lookup_buffer.node import arena, handoffs
 from lookup_buffer.node.arena import PEER_OWNER, Arena, Item, entry_bytes_of
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes, Pools, _Offered
@@ -45,6 +46,24 @@ class Node:
         assert item is not None
         self.arena.release([self.arena.commit(item, 0, OTHER).ticket], OTHER)
         return item
+
+    def fill(self, count: int) -> None:
+        """With hand-offs: nothing has room beside them."""
+        for n in range(count):
+            self.hand_off(f"{n}@r")
+        room = self.arena._entries_bytes_max / 2 - self.arena._handoff_entries_bytes
+        self.hand_off("x" * (int(room) - arena.ENTRY_BYTES - len(NAMESPACE) - 2) + "@r")
+
+    def wait(self, name: str, nbytes: int) -> Arrival:
+        """Insert a hand-off that finds no room."""
+        arrival = Arrival((NAMESPACE, name), TensorHeader("uint8", (nbytes,), nbytes), 300.0)
+        assert self.handoffs.reserve(arrival, until=100.0) is None
+        return arrival
+
+    def take(self, name: str) -> None:
+        lease = self.handoffs.take((NAMESPACE, name), TAKER)
+        assert lease is not None
+        assert self.handoffs.acknowledge(lease.token)
 
 
 @pytest.fixture
@@ -152,3 +171,68 @@ def test_the_end_of_the_last_pin_is_a_use() -> None:
         node.store("d")
         node.store("e")
         assert {name for _, name in node.arena.addresses()} == {"a", "d", "e"}
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    """Of hand-offs."""
+    entry_bytes = entry_bytes_of((NAMESPACE, "0000@r"))
+    monkeypatch.setattr(arena, "ENTRIES_BYTES_MIN", 3 * MANY * entry_bytes)
+    node = Node()
+    with closing(node.arena):
+        node.fill(MANY)
+        yield node
+
+
+def test_a_hand_off_that_finds_no_room_costs_the_same_beside_many(full: Node) -> None:
+    assert steps_of(lambda: full.wait("w@s", 1)) < MANY
+    assert steps_of(full.arena.remove_expired) < FEW
+    full.loop.run(300.0)
+    assert steps_of(full.arena.remove_expired) < FEW * MANY
+    assert full.arena.gauges().items == 0
+
+
+def test_room_that_helps_no_hand_off_that_waits_costs_little(full: Node) -> None:
+    """Also if each of them is smaller than all before."""
+    item = full.store("pinned")
+    arrivals = [full.wait(f"w{n}@s", 64 * (MANY - n)) for n in range(MANY)]
+    full.loop.run(0.0)
+    full.arena.release([full.arena.pin(item, HOLDER).ticket], HOLDER)
+    assert steps_of(lambda: full.loop.run(0.0)) < FEW * MANY / 5
+    full.take("1000@r")
+    full.loop.run(0.0)
+    admitted = [each.admitted.done() for each in arrivals if each.admitted is not None]
+    assert admitted == [True] + [False] * (MANY - 1)
+
+
+def test_hand_offs_that_wait_are_tried_in_many_turns_of_the_loop(
+    full: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoffs, "TURN_SECONDS", -1.0)
+    arrivals = [full.wait(f"w{n}@s", 64) for n in range(20)]
+    full.loop.run(0.0)
+    turns: list[int] = []
+
+    def turn() -> None:
+        turns.append(sum(each.admitted.done() for each in arrivals if each.admitted is not None))
+        if len(turns) < 100:
+            full.loop.call_soon(turn)
+
+    for n in range(10):
+        full.take(f"{1000 + n}@r")
+    full.loop.call_soon(turn)
+    full.loop.run(0.0)
+    assert all(after - before <= 1 for before, after in pairwise(turns))
+    assert turns[-1] == 10
+    for n in range(10, 20):
+        full.take(f"{1000 + n}@r")
+    full.loop.run(0.0)
+    assert all(each.admitted.done() for each in arrivals if each.admitted is not None)
+
+
+def test_what_is_taken_leaves_nothing_that_still_has_to_expire(node: Node) -> None:
+    node.hand_off("first@r")
+    for n in range(MANY):
+        node.hand_off(f"{n}@r")
+        node.take(f"{n}@r")
+    assert len(node.arena._expiring._heap) < 5
