@@ -562,7 +562,7 @@ class Arena:
         item of this one was used least recently: see `Allocator.eviction_window`."""
         by_use = self._by_use
         ages = ((item.last_used, at) for at, item in by_use.items())
-        window = self._allocator.eviction_window(nbytes, ages)
+        window = self._allocator.eviction_window(nbytes, ages, self._last_use)
         if window is None:
             raise BufferFull(
                 f"no memory for {nbytes} bytes: everything that could be evicted is pinned or "
@@ -573,6 +573,10 @@ class Arena:
         offset = self._allocator.allocate(nbytes)
         assert offset is not None, "they made the room"
         return offset
+
+    def _last_use(self, offset: int) -> float | None:
+        item = self._by_use.get(offset)
+        return None if item is None else item.last_used
 
     def _list(self, item: Item) -> None:
         """Let readers find a complete item."""

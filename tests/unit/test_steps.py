@@ -1,6 +1,7 @@
 """How much one request makes a node do, in instructions of Python: a client may hold all that the
 bounds allow it, and then ask for what has to look through that."""
 
+import random
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
@@ -15,6 +16,7 @@ from lookup_buffer.node.devices import Lanes, Pools, _Offered
 from lookup_buffer.node.handoffs import Arrival, Handoffs
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import OpenPool
+from lookup_buffer.shm import allocator
 from steps import steps_of
 from virtual_loop import VirtualLoop
 
@@ -236,3 +238,18 @@ def test_what_is_taken_leaves_nothing_that_still_has_to_expire(node: Node) -> No
         node.hand_off(f"{n}@r")
         node.take(f"{n}@r")
     assert len(node.arena._expiring._heap) < 5
+
+
+def test_a_place_of_many_neighbours_is_found_among_very_many(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_BY_AGE_MAX", "_BY_ADDRESS"):
+        monkeypatch.setattr(allocator, name, 500, raising=False)
+    names = [str(n) for n in range((16 << 20) // 1024)]
+    for name in names:
+        node.store(name, 1024)
+    random.Random(1).shuffle(names)
+    for node.loop.now, name in enumerate(names):
+        node.arena.touch((NAMESPACE, name))
+    assert steps_of(lambda: node.store("large", 16 << 10)) < 10 * len(names)
+    assert node.arena.gauges().items == len(names) - 15
