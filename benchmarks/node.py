@@ -34,8 +34,9 @@ import torch
 
 from lookup_buffer import BufferConfig, LookupBuffer, Namespace, PrefetchState, TensorKey
 from lookup_buffer.access import user_token
-from lookup_buffer.node.arena import Arena, Pin
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.items import Pin
 from lookup_buffer.node.links import Credentials
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted

@@ -27,20 +27,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.node import SIZE, bytes_tensor, receive_bare, seconds, transfer, wait_until_gone
 from lookup_buffer import BufferConfig, LookupBuffer, Namespace, TensorKey
 from lookup_buffer.access import user_token
 from lookup_buffer.cli.certificates import Authority
 from lookup_buffer.config import TLS_FILES, TlsFiles
-from lookup_buffer.node.arena import Arena, Pin
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.links import Credentials
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetcher
 from lookup_buffer.protocol.tls import Tls
 from store import EmbeddedServer, open_store
+
+if TYPE_CHECKING:
+    from lookup_buffer.node.items import Pin
 
 SIZES_BYTES = (8 << 20, 64 << 20)
 CAPACITY_BYTES = 512 << 20

@@ -11,6 +11,10 @@ Clock = Callable[[], float]
 """Returns a time in seconds, of a monotonic clock where nothing else is said. Bookkeeping gets it
 as an argument."""
 
+TURN_SECONDS: Final = 0.02
+"""Work of many parts holds a node's loop for about this long, or for one part; it goes on in the
+next turn of the loop, after what others wait for."""
+
 # -- a client's call of its node
 
 CALL_SECONDS: Final = 1.0

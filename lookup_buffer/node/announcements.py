@@ -21,9 +21,10 @@ from typing import Final
 
 from lookup_buffer.errors import NodeUnavailable
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arena import Arena, Item
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
+from lookup_buffer.node.items import Item
 from lookup_buffer.node.locate import Locator
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.registrar import Registrar, Report

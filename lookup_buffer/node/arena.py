@@ -21,13 +21,15 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
 from lookup_buffer.errors import BufferFull, TensorTooLarge
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.expiring import Expiring
+from lookup_buffer.node.items import Gauges, Item, Pin, entry_bytes_of, pin_size
+from lookup_buffer.node.owned import Owned
 from lookup_buffer.node.shares import Shares
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.shm.allocator import Allocator
@@ -40,8 +42,6 @@ HELD_FRACTION: Final = 1 / 3
 """Share of the arena for pins and reservations together. One item alone may exceed it."""
 HANDOFF_FRACTION: Final = 1 / 2
 """Share of the arena for all hand-offs together: they are never evicted."""
-ENTRY_BYTES: Final = 1 << 10
-"""What an item's bookkeeping occupies beside the text of its address: 0.5 to 1.0 KB measured."""
 ENTRIES_FRACTION: Final = 1 / 16
 """The bound on all entries, relative to the arena: it is never reached by items of 20 KB."""
 ENTRIES_BYTES_MIN: Final = 128 << 20
@@ -55,86 +55,6 @@ PINS_MAX: Final = 131_072
 """Bound on the pins of all clients, see `shares`: of one at most half as many. Those of an engine
 with many ranks count more: see `pin_size`."""
 PINS_OWN: Final = 32
-RANKS_A_PIN: Final = 8
-
-
-@dataclass(slots=True, eq=False)
-class Item:
-    """One tensor in the arena. `ready` once its bytes are complete and verified.
-
-    An item that is `gone` from the start is a loan: a copy that exists only for its pins.
-    """
-
-    address: QualifiedKey
-    header: TensorHeader
-    offset: int
-    generation: int
-    origin: str
-    """'local' when a client of this node inserted it, else the node it was fetched from."""
-    last_used: float
-    expires_at: float | None
-    ready: bool = False
-    checksum: int = 0
-    pins: int = 0
-    gone: bool = False
-    is_leased: bool = False
-    """Whether a taker has this hand-off: see `handoffs`."""
-    handoff_bytes: int = 0
-    """Bytes of a hand-off of this node that are charged to the share of hand-offs."""
-    wanted_bytes: int = 0
-    """Its bytes if they are charged like a pin instead, because its taker waits: see
-    `Arena.reserve_handoff`."""
-    device: str = ""
-    """The device on which the inserting client computed it; empty if unknown."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.header.nbytes
-
-    @property
-    def entry_bytes(self) -> int:
-        return entry_bytes_of(self.address)
-
-    @property
-    def is_handoff(self) -> bool:
-        """Whether it is a hand-off of this node; False for a loan of another node's."""
-        return self.handoff_bytes > 0 or self.wanted_bytes > 0
-
-
-@dataclass(slots=True, eq=False)
-class Pin:
-    """It keeps `item` in the arena until its ticket is released."""
-
-    ticket: int
-    item: Item
-    owner: int
-    ranks: set[int] | None
-    """Ranks that have not reported done yet; None if the owner releases the pin itself."""
-    size: int
-    """What it counts in the owner's share."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """The state of the arena at one moment, in numbers."""
-
-    items: int
-    used_bytes: int
-    pinned_bytes: int
-    reserved_bytes: int
-    handoff_bytes: int
-    pins: int
-    capacity_bytes: int
-
-
-def pin_size(ranks: Collection[int] | None) -> int:
-    """What a pin for these ranks counts."""
-    return 1 + (0 if ranks is None else len(ranks) // RANKS_A_PIN)
-
-
-def entry_bytes_of(address: QualifiedKey) -> int:
-    """About what an item at this address occupies of the node's own memory."""
-    return ENTRY_BYTES + sum(map(len, address))
 
 
 class Arena:
@@ -161,14 +81,14 @@ class Arena:
         self._items: dict[QualifiedKey, Item] = {}
         """What uses an address: complete items, and reservations of items that will be found."""
         self._by_use: OrderedDict[int, Item] = OrderedDict()
-        """By offset, the items that may be evicted unless they are pinned; least recently used
-        first."""
+        """By offset, the items that may be evicted; least recently used first. A pinned one is not
+        among them: the end of its last pin is a use."""
         self._invalidated_at: dict[str, float] = {}
         """By namespace, see `invalidate_copies`; INVALIDATIONS_MAX at most."""
-        self._expiring: set[Item] = set()
+        self._expiring: Expiring[Item] = Expiring()
         """The complete items that have a time to live."""
         self._offers: dict[QualifiedKey, Item] = {}
-        self._pins: dict[int, Pin] = {}
+        self._pins: Owned[Pin] = Owned()
         self.shares = Shares("pins", PINS_MAX, PINS_OWN)
         """The pins of clients, also those of lanes. The owners below 0 are parts of the node."""
         self._generations = itertools.count(1)
@@ -194,7 +114,7 @@ class Arena:
             self.remove(item, GoneReason.EXPIRED)
             return None
         item.last_used = now
-        if not item.is_handoff:
+        if not item.pins and not item.is_handoff:
             self._by_use.move_to_end(item.offset)
         return item
 
@@ -280,11 +200,14 @@ class Arena:
         if not item.pins and not item.is_handoff:
             self._check_held(item.nbytes)
             self._pinned_bytes += item.nbytes
+            self._by_use.pop(item.offset, None)
         item.pins += 1
         ticket = secrets.randbits(TICKET_BITS)
         size = pin_size(ranks)
         pin = Pin(ticket, item, owner, None if ranks is None else set(ranks), size)
-        self._pins[pin.ticket] = pin
+        self._pins.put(owner, ticket, pin)
+        if owner == PEER_OWNER:
+            item.peer_pins += 1
         self.shares.add(owner, size)
         return pin
 
@@ -304,29 +227,33 @@ class Arena:
                 if not pin.ranks:
                     self._unpin(pin)
 
-    def holds_pins(self, owner: int, item: Item | None = None) -> bool:
-        """Whether a pin of `owner`, on this item or any, is not released."""
-        pins = (pin for pin in self._pins.values() if pin.owner == owner)
-        return any(item is None or pin.item is item for pin in pins)
+    def holds_pins(self, owner: int) -> bool:
+        """Whether a pin of `owner` is not released."""
+        return self._pins.has(owner)
 
     def release_all(self, owner: int) -> None:
         """Release all tickets of `owner`."""
-        for pin in [pin for pin in self._pins.values() if pin.owner == owner]:
+        for pin in self._pins.of(owner):
             self._unpin(pin)
 
     def _unpin(self, pin: Pin) -> None:
-        del self._pins[pin.ticket]
+        self._pins.drop(pin.owner, pin.ticket)
         self.shares.add(pin.owner, -pin.size)
         item = pin.item
         item.pins -= 1
+        if pin.owner == PEER_OWNER:
+            item.peer_pins -= 1
         if item.pins:
             return
         if not item.is_handoff:
             self._pinned_bytes -= item.nbytes
         if item.gone:
             self._free(item)
-        else:
-            self.on_room()
+            return
+        if not item.is_handoff:
+            item.last_used = self._clock()
+            self._by_use[item.offset] = item
+        self.on_room()
 
     # -- write
 
@@ -383,7 +310,8 @@ class Arena:
         try:
             return self._place_handoff(address, header, ttl_seconds, wanted=wanted)
         except BufferFull:
-            self.remove_expired()
+            if not self.remove_expired():
+                raise
             return self._place_handoff(address, header, ttl_seconds, wanted=wanted)
 
     def commit(self, item: Item, checksum: int, owner: int) -> Pin:
@@ -421,18 +349,20 @@ class Arena:
             return
         item.gone = True
         del self._items[item.address]
-        self._expiring.discard(item)
+        if item.expires_at is not None:
+            self._expiring.discard(item.generation)
         self.local_index.remove(item.address)
         if not item.pins:
             self._free(item)
         self.on_change(item.address, reason)
 
-    def remove_expired(self) -> None:
-        """Remove all items whose time to live is over."""
-        now = self._clock()
-        for item in list(self._expiring):
-            if item.expires_at is not None and item.expires_at <= now:
-                self.remove(item, GoneReason.EXPIRED)
+    def remove_expired(self) -> bool:
+        """Remove all items whose time to live is over. Returns whether there was one."""
+        now, found = self._clock(), False
+        while (item := self._expiring.due(now)) is not None:
+            found = True
+            self.remove(item, GoneReason.EXPIRED)
+        return found
 
     def offer(self, address: QualifiedKey, header: TensorHeader) -> None:
         """There will be a hand-off at `address` once there is room for it: see `published`. Its
@@ -511,6 +441,11 @@ class Arena:
             self._wanted_bytes += nbytes
         return item
 
+    def may_admit(self, address: QualifiedKey, nbytes: int) -> bool:
+        """Whether the share of hand-offs may have room for this one, quickly: it may replace one
+        at its address. False if `reserve_handoff` would refuse it, unless it is wanted."""
+        return address in self._items or self._fits_handoffs(nbytes, entry_bytes_of(address))
+
     def _replace_for(self, address: QualifiedKey, nbytes: int) -> None:
         """Remove an unpinned hand-off at `address` if the share holds only one of the two."""
         old, entry_bytes = self._items.get(address), entry_bytes_of(address)
@@ -545,7 +480,7 @@ class Arena:
     def _evict_entries(self, nbytes: int) -> None:
         """Evict the items that were used least recently until `nbytes` more of entries fit."""
         while self._entries_bytes + nbytes > self._entries_bytes_max:
-            oldest = next((item for item in self._by_use.values() if not item.pins), None)
+            oldest = next(iter(self._by_use.values()), None)
             if oldest is None:
                 raise BufferFull(
                     f"the items occupy {self._entries_bytes} bytes beside the arena, of at most "
@@ -558,8 +493,8 @@ class Arena:
         """Evict neighbours and allocate `nbytes`. Of all runs that suffice, the most recently used
         item of this one was used least recently: see `Allocator.eviction_window`."""
         by_use = self._by_use
-        ages = ((item.last_used, at) for at, item in by_use.items() if not item.pins)
-        window = self._allocator.eviction_window(nbytes, ages)
+        ages = ((item.last_used, at) for at, item in by_use.items())
+        window = self._allocator.eviction_window(nbytes, ages, self._last_use)
         if window is None:
             raise BufferFull(
                 f"no memory for {nbytes} bytes: everything that could be evicted is pinned or "
@@ -571,14 +506,16 @@ class Arena:
         assert offset is not None, "they made the room"
         return offset
 
+    def _last_use(self, offset: int) -> float | None:
+        item = self._by_use.get(offset)
+        return None if item is None else item.last_used
+
     def _list(self, item: Item) -> None:
         """Let readers find a complete item."""
-        if not item.is_handoff:
-            self._by_use[item.offset] = item
         if item.expires_at is None:
             self.local_index.add(item.address, item.header, item.offset)
         else:
-            self._expiring.add(item)
+            self._expiring.add(item.expires_at, item.generation, item)
         self.on_change(item.address, "")
 
     def _free(self, item: Item) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arena import Item
+from lookup_buffer.node.items import Item
 from lookup_buffer.protocol.fields import LANES, Fallback
 from lookup_buffer.protocol.messages import ClaimOutcome
 from store import GoneReason

@@ -24,11 +24,13 @@ from typing import Any, Final
 
 from lookup_buffer.config import parse_address
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arena import TICKET_BITS, Arena, Item, pin_size
+from lookup_buffer.node.arena import TICKET_BITS, Arena
 from lookup_buffer.node.connection import Session, granted
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.items import Item, pin_size
 from lookup_buffer.node.locate import Located, Locator
 from lookup_buffer.node.membership import Directory
+from lookup_buffer.node.owned import Owned
 from lookup_buffer.node.shares import Shares
 from lookup_buffer.protocol.fields import Fallback, MaybeFallback
 from lookup_buffer.protocol.header import DTYPES, TensorHeader
@@ -70,9 +72,11 @@ class Pool:
     """Counts what all pools received."""
     told: set[str] = field(default_factory=set)
     """Ids of other nodes' pools that its process has received."""
-    under_way: int = 0
     _known: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     """Digests of what it received, newest last; it may have evicted some of it."""
+    under_way: "set[_Held]" = field(default_factory=set)
+    """What it is receiving."""
+    offered: set[QualifiedKey] = field(default_factory=set)
 
     def let_go(self, tickets: list[int], keys: list[QualifiedKey]) -> None:
         """Send its process the request to drop these; see `protocol/messages.py`."""
@@ -156,7 +160,7 @@ class Pools:
         if pool is not None:
             pool.close()
             self._count()
-            for address in [at for at, offers in self._offers.items() if pool in offers]:
+            for address in list(pool.offered):
                 self._retract(address, pool)
         return pool
 
@@ -205,6 +209,7 @@ class Pools:
             if not self.shares.fits(pool):
                 return False
             self.shares.add(pool)
+            pool.offered.add(address)
         self._offers[address] = offers | {pool: offered}
         return True
 
@@ -222,6 +227,7 @@ class Pools:
         if offers.pop(pool, None) is None:
             return
         self.shares.add(pool, -1)
+        pool.offered.discard(address)
         if not offers:
             del self._offers[address]
         if self.arena.peek(address) is not None:
@@ -235,6 +241,7 @@ class Pools:
         """The node's copy was removed: drop the copies beside it, too."""
         for pool in self._offers.pop(address, ()):
             self.shares.add(pool, -1)
+            pool.offered.discard(address)
             pool.let_go([], [address])
 
     def device_of(self, item: Item, node: str) -> DeviceLocation | None:
@@ -292,7 +299,7 @@ class Lanes:
     locator: Locator
     counters: Counters
     pools: Pools
-    _held: dict[int, _Held] = field(default_factory=dict)
+    _held: Owned[_Held] = field(default_factory=Owned)
 
     def open(self, session: Session, request: OpenPool) -> None:
         """Register a session's pool; it replaces an earlier one."""
@@ -302,9 +309,8 @@ class Lanes:
     def close(self, session: Session) -> None:
         """The session is over, and its pool invalid. Idempotent."""
         pool = self.pools.close(session)
-        for held in self._held.values():
-            if pool in held.waiting:
-                held.settle(Fallback.ENDED)
+        for held in () if pool is None else pool.under_way:
+            held.settle(Fallback.ENDED)
 
     # -- receiving
 
@@ -353,10 +359,10 @@ class Lanes:
         """Have its pools receive it. If that fails, they drop it."""
         reason: MaybeFallback = Fallback.ENDED
         seconds = BASE_SECONDS + held.header.nbytes / BYTES_PER_SECOND
-        self._held[held.ticket] = held
+        self._held.put(held.owner, held.ticket, held)
         self.pools.arena.shares.add(held.owner.id, held.size)
         for pool in held.pools:
-            pool.under_way += 1
+            pool.under_way.add(held)
         try:
             self._request(held, checksums, seconds)
             reason = await granted(held.done, self.loop.time() + seconds)
@@ -364,7 +370,7 @@ class Lanes:
             reason = Fallback.TIMEOUT
         finally:
             for pool in held.waiting:
-                pool.under_way -= 1
+                pool.under_way.discard(held)
             held.waiting.clear()
             if held.owner.has_ended:
                 reason = reason or Fallback.ENDED
@@ -401,7 +407,7 @@ class Lanes:
             held.settle(Fallback(request.reason))
             return
         held.waiting.discard(pool)
-        pool.under_way -= 1
+        pool.under_way.discard(held)
         pool.note(held.address)
         if 0 <= request.source - 1 < len(held.sources):
             held.source = request.source - 1
@@ -445,17 +451,18 @@ class Lanes:
         return len(self._held)
 
     def holds(self, session: Session) -> bool:
-        return any(held.owner is session for held in self._held.values())
+        return self._held.has(session)
 
     def release_all(self, session: Session) -> None:
         """The session's process has ended, or sent Goodbye."""
-        for held in [held for held in self._held.values() if held.owner is session]:
+        for held in self._held.of(session):
             held.settle(Fallback.ENDED)
             self._let_go(held)
 
     def _let_go(self, held: _Held) -> None:
-        if self._held.pop(held.ticket, None) is None:
+        if held.ticket not in self._held:
             return
+        self._held.drop(held.owner, held.ticket)
         self.pools.arena.shares.add(held.owner.id, -held.size)
         for pool in held.pools:
             pool.let_go([held.ticket], [])
@@ -477,7 +484,7 @@ def _refused(located: Located, pools: Sequence[Pool]) -> MaybeFallback:
         return Fallback.ENDED
     if any(located.record.nbytes > pool.opened.pool_bytes for pool in pools):
         return Fallback.NO_ROOM
-    return Fallback.BUSY if any(pool.under_way >= UNDER_WAY_MAX for pool in pools) else ""
+    return Fallback.BUSY if any(len(pool.under_way) >= UNDER_WAY_MAX for pool in pools) else ""
 
 
 def _is_for_devices(record: Record) -> bool:

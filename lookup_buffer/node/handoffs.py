@@ -22,18 +22,21 @@ loop's thread.
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
-from lookup_buffer.node.arena import PEER_OWNER, Arena, Item, Pin
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import Connection, granted
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.items import Item, Pin
 from lookup_buffer.node.links import Link
+from lookup_buffer.node.owned import Owned
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import (
     Acknowledge,
@@ -44,7 +47,7 @@ from lookup_buffer.protocol.messages import (
     Take,
     parse,
 )
-from lookup_buffer.times import PEER_PROGRESS_SECONDS, REMEMBERED_SECONDS
+from lookup_buffer.times import PEER_PROGRESS_SECONDS, REMEMBERED_SECONDS, TURN_SECONDS
 from store import GoneReason
 
 TTL_SECONDS = 300.0
@@ -96,7 +99,7 @@ class Handoffs:
     arena: Arena
     counters: Counters
     lease_seconds: float
-    _leases: dict[int, Lease] = field(default_factory=dict)
+    _leases: Owned[Lease] = field(default_factory=Owned)
     """By token. Won leases stay for a while, since the winner may repeat its acknowledgement."""
     _queues: "dict[QualifiedKey, OrderedDict[asyncio.Future[Lease | None], Hashable]]" = field(
         default_factory=dict
@@ -107,6 +110,12 @@ class Handoffs:
     _held_back: set[QualifiedKey] = field(default_factory=set)
     _looking: bool = False
     """An attempt to admit queued inserts is scheduled."""
+    _untried: deque[Arrival] = field(default_factory=deque)
+    """Those that the attempt under way has not come to."""
+    _refused_bytes: int | None = None
+    """For so many there was no room in this attempt."""
+    _has_room: bool = False
+    """There is more room than when it began."""
 
     def __post_init__(self) -> None:
         self.arena.on_room = self._room_came
@@ -181,7 +190,7 @@ class Handoffs:
     def end(self, taker: Hashable) -> None:
         """The taker is gone, and its queued requests are cancelled: its leased items are READY
         again."""
-        for lease in [lease for lease in self._leases.values() if lease.taker == taker]:
+        for lease in self._leases.of(taker):
             self.give_back(lease.token)
 
     def leased(self, address: QualifiedKey) -> bool:
@@ -266,19 +275,35 @@ class Handoffs:
         return True
 
     def _room_came(self) -> None:
+        self._has_room = True
         if self._offers and not self._looking:
             self._looking = True
             self.loop.call_soon(self._look)
 
     def _look(self) -> None:
-        self._looking = False
-        refused_bytes: int | None = None
-        for arrival in [arrival for offers in self._offers.values() for arrival in offers]:
-            nbytes, wanted = arrival.header.nbytes, arrival.address in self._queues
-            if not wanted and refused_bytes is not None and nbytes >= refused_bytes:
-                continue  # there was no room for a smaller one
-            if not self._try(arrival) and not wanted:
-                refused_bytes = nbytes
+        """Admit what fits, for about TURN_SECONDS; the next turns of the loop go on with it."""
+        if not self._untried:
+            self.arena.remove_expired()
+            self._has_room, self._refused_bytes = False, None
+            self._untried.extend(chain.from_iterable(self._offers.values()))
+        until = self.loop.time() + TURN_SECONDS
+        while self._untried:
+            self._look_at(self._untried.popleft())
+            if self.loop.time() >= until:
+                break
+        self._looking = bool(self._untried or (self._has_room and self._offers))
+        if self._looking:
+            self.loop.call_soon(self._look)
+
+    def _look_at(self, arrival: Arrival) -> None:
+        nbytes, wanted = arrival.header.nbytes, arrival.address in self._queues
+        if not wanted:
+            if self._refused_bytes is not None and nbytes >= self._refused_bytes:
+                return  # there was no room for a smaller one
+            if not self.arena.may_admit(arrival.address, nbytes):
+                return
+        if not self._try(arrival) and not wanted:
+            self._refused_bytes = nbytes
 
     # -- leases
 
@@ -320,7 +345,8 @@ class Handoffs:
         token = secrets.randbits(63)
         seconds = self.lease_seconds + item.nbytes / BYTES_PER_SECOND_MIN
         end = self.loop.call_later(seconds, self._over, token)
-        lease = self._leases[token] = Lease(token, held, taker, seconds, end)
+        lease = Lease(token, held, taker, seconds, end)
+        self._leases.put(taker, token, lease)
         return lease
 
     def _find(self, token: int, taker: Hashable | None) -> Lease | None:
@@ -330,10 +356,10 @@ class Handoffs:
     def _over(self, token: int) -> None:
         lease = self._leases[token]
         if lease.won:
-            del self._leases[token]
+            self._leases.drop(lease.taker, token)
             return
         was_sent = lease.is_sent
-        lease.is_sent = self.arena.holds_pins(PEER_OWNER, lease.held.item)
+        lease.is_sent = lease.held.item.peer_pins > 0
         if lease.is_sent or was_sent:  # after its last byte the taker has one more lease
             seconds = PEER_PROGRESS_SECONDS if lease.is_sent else lease.seconds
             lease.end = self.loop.call_later(seconds, self._over, token)
@@ -345,7 +371,7 @@ class Handoffs:
             self.give_back(lease.token)
 
     def _give_back(self, lease: Lease) -> None:
-        del self._leases[lease.token]
+        self._leases.drop(lease.taker, lease.token)
         lease.end.cancel()
         self.counters.add("handoffs_returned")
         self._let_go(lease)

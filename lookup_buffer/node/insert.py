@@ -11,6 +11,7 @@ also if its client leaves. Called by `server`.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,11 +21,12 @@ from typing import Any
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.announcements import Announcements
-from lookup_buffer.node.arena import Arena, Item, Pin
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection, Fields, Session, Tasks
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Arrival, Handoffs
+from lookup_buffer.node.items import Item, Pin
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.shares import size_of
@@ -32,6 +34,7 @@ from lookup_buffer.node.staging import StagingArea, StagingAreas
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_fields
 from lookup_buffer.shm.memory import Mapping
+from lookup_buffer.times import TURN_SECONDS
 
 COPY_INLINE_BYTES = 512 << 10
 """Up to this size the copy on the loop's thread (15 to 100 µs measured) costs less than a change
@@ -73,6 +76,10 @@ class _Inserting:
     request: Insert
     staging: StagingArea | None
     parts: list[_Part]
+    untried: deque[_Part] = field(init=False)
+    """The parts that are still to be admitted, refused or begun to wait."""
+    handoffs: "dict[QualifiedKey, asyncio.Task[None]]" = field(default_factory=dict)
+    """The last one of each key so far."""
     tasks: Tasks = field(default_factory=Tasks)
     waiting: Tasks = field(default_factory=Tasks)
     """Those whose part is not admitted: the end of the connection cancels them."""
@@ -83,6 +90,7 @@ class _Inserting:
 
     def __post_init__(self) -> None:
         self.size = size_of(self.request.keys, PART_BYTES) - 1
+        self.untried = deque(self.parts)
 
     def admitted(self) -> None:
         """The part of this task uses the staging area from now on, and is finished."""
@@ -157,6 +165,7 @@ class Inserts:
         inserting = self._inserting.get(connection)
         if inserting is not None:
             inserting.waiting.cancel()
+            inserting.untried.clear()
         self.stagings.close(connection)
 
     def close(self) -> None:
@@ -174,20 +183,31 @@ class Inserts:
             self._begin(one)
 
     def _begin(self, one: _Inserting) -> None:
-        reserved, handoffs = [], dict[QualifiedKey, asyncio.Task[None]]()
-        for part in one.parts:
+        """Begin with its parts, for about TURN_SECONDS; the next turns of the loop go on."""
+        reserved, until = [], self.loop.time() + TURN_SECONDS
+        while one.untried:
+            part = one.untried.popleft()
             if is_handoff(part.address[1]):
                 if self._may_wait(one, part):
-                    insert = self._hand_off(one, part, handoffs.get(part.address))
-                    handoffs[part.address] = self._start(one, insert, waits=True)
+                    insert = self._hand_off(one, part, one.handoffs.get(part.address))
+                    one.handoffs[part.address] = self._start(one, insert, waits=True)
             elif (item := self._reserve(one, part)) is not None:
                 reserved.append((part, item))
             elif part.result is None and self._may_wait(one, part):
                 self._start(one, self._retry(one, part), waits=True)
+            if self.loop.time() >= until:
+                break
+        if one.untried:
+            self._start(one, self._go_on(one), waits=False)
+        else:
+            one.handoffs.clear()
         if _is_small(reserved):
             self._store(one, reserved, self._fill(one, reserved))
         else:
             self._start(one, self._copy_and_store(one, reserved), waits=False)
+
+    async def _go_on(self, one: _Inserting) -> None:
+        self._begin(one)
 
     def _may_wait(self, one: _Inserting, part: _Part) -> bool:
         """Whether this part may wait, as may the request it belongs to; else it is refused."""

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from lookup_buffer.node.arena import Arena, Item
+from lookup_buffer.node.arena import Arena
+from lookup_buffer.node.items import Item
 from lookup_buffer.times import Clock
 from store import INVALIDATIONS_MAX, GoneReason, MetadataStore
 

@@ -22,10 +22,11 @@ from urllib.parse import urlsplit
 from lookup_buffer.config import parse_address
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arena import PEER_OWNER, Arena, Pin
+from lookup_buffer.node.arena import PEER_OWNER, Arena
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Askers
+from lookup_buffer.node.items import Pin
 from lookup_buffer.node.links import (
     EXCLUDED_SECONDS,
     HANDOFFS,

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey, is_handoff
-from lookup_buffer.node.arena import Arena, Pin
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import (
     Answer,
     Connection,
@@ -26,6 +26,7 @@ from lookup_buffer.node.connection import (
     Tasks,
 )
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.items import Pin
 from lookup_buffer.node.links import again_seconds
 from lookup_buffer.node.locate import Located, Locator, Waiting
 from lookup_buffer.node.transfer import FETCH_OWNER, TURN_SECONDS, Fetched, Fetcher, Wanted

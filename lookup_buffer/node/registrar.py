@@ -31,12 +31,13 @@ from typing import Final
 from lookup_buffer.environment import distribution_version
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey, is_handoff
-from lookup_buffer.node.arena import Arena, Item
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.batch import Batch
 from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.node.devices import Pools, Sightings
 from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, Change, DirtySet
 from lookup_buffer.node.invalidations import Invalidations
+from lookup_buffer.node.items import Item
 from lookup_buffer.node.membership import Directory, Heartbeat, Identity
 from lookup_buffer.node.storage import Breaker, FailureLog, PeriodicTasks, Storage
 from lookup_buffer.times import BEAT_SECONDS, HANDOFF_GONE_SECONDS

@@ -26,12 +26,14 @@ from typing import Any, Final, NamedTuple
 
 from lookup_buffer.errors import LookupBufferError, MissReason
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arena import Arena, Pin
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import Connection, Session, granted
 from lookup_buffer.node.handoffs import Handoffs, Lease
+from lookup_buffer.node.items import Pin
 from lookup_buffer.node.links import HANDOFFS, Credentials, again_seconds, dial
 from lookup_buffer.node.locate import Located, Locator, Waiting
 from lookup_buffer.node.membership import Directory, Identity
+from lookup_buffer.node.owned import Owned
 from lookup_buffer.node.transfer import (
     FETCH_OWNER,
     TURN_SECONDS,
@@ -289,7 +291,7 @@ class Takes:
     identity: Identity
     waiting: Waiting
     fetcher: Fetcher
-    _remote: dict[int, RemoteLease] = field(default_factory=dict)
+    _remote: Owned[RemoteLease] = field(default_factory=Owned)
     """By token."""
 
     # -- take
@@ -409,8 +411,10 @@ class Takes:
             if taken is None:
                 self.owners.at(*lease.source).give_back(token)
         lease.until = self.loop.time() + seconds + LEASE_ANSWER_SECONDS
-        self._remote[token] = lease
-        self.loop.call_at(lease.until, self._remote.pop, token, None)
+        if (earlier := self._remote.get(token)) is not None:  # the other node drew it twice
+            self._remote.drop(earlier.session, token)
+        self._remote.put(lease.session, token, lease)
+        self.loop.call_at(lease.until, self._remote.drop, lease.session, token)
         return taken
 
     async def _loan(self, address: QualifiedKey, located: Located, turn_until: float) -> Fetched:
@@ -456,11 +460,11 @@ class Takes:
         if lease is None:
             self.handoffs.give_back(token, session)
         elif lease.session is session and lease.won is None:
-            del self._remote[token]
+            self._remote.drop(session, token)
             self.owners.at(*lease.source).give_back(token)
 
     def end(self, session: Session) -> None:
         """The session is over: give back what it did not acknowledge."""
         self.handoffs.end(session)
-        for token in list(self._remote):
-            self.give_back(session, token)
+        for lease in self._remote.of(session):
+            self.give_back(session, lease.granted.token)

@@ -33,7 +33,7 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arena import Arena, Item, Pin
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import granted
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.holders import (
@@ -46,6 +46,7 @@ from lookup_buffer.node.holders import (
     Holder,
     soonest,
 )
+from lookup_buffer.node.items import Item, Pin
 from lookup_buffer.node.links import EXCLUDED_SECONDS, TENSORS, Credentials, Rotation, dial
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.receive import Busy, Receiver

@@ -130,7 +130,7 @@ def test_a_rank_that_ends_at_its_message_leaves_no_other_rank_with_a_ticket(
     assert engine.lanes.count_tickets() == 0
     left = engine.pools.of(engine.workers[1 - gone])
     assert left is not None
-    assert left.under_way == 0
+    assert not left.under_way
 
 
 def test_all_ranks_get_the_message(engine: Engine) -> None:

@@ -18,11 +18,12 @@ from lookup_buffer.client.buffer import EngineRank
 from lookup_buffer.errors import BufferFull
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.node.arena import PINS_MAX, pin_size
+from lookup_buffer.node.arena import PINS_MAX
 from lookup_buffer.node.connection import WAITS_MAX
 from lookup_buffer.node.devices import OFFERS_MAX
 from lookup_buffer.node.held_claims import CLAIMS_MAX
 from lookup_buffer.node.insert import PART_BYTES
+from lookup_buffer.node.items import pin_size
 from lookup_buffer.node.reachability import REACHING_MAX
 from lookup_buffer.node.shares import size_of
 from lookup_buffer.protocol import messages
@@ -144,7 +145,9 @@ class Attack:
 
 @pytest.fixture(scope="module")
 def node(module_nodes: StartNode) -> NodeProcess:
-    node = module_nodes(capacity_bytes=16 * MIB)
+    """It handles a request as a whole before the next one, so that `Attack.answered` is right."""
+    prelude = "from lookup_buffer.node import insert\ninsert.TURN_SECONDS = 60.0"
+    node = module_nodes(capacity_bytes=16 * MIB, prelude=prelude)
     with_store(node)
     return node
 
@@ -248,6 +251,25 @@ def test_inserts_of_which_one_part_waits(start_node: StartNode) -> None:
         for client in clients:
             client.socket.close()
         wait_until(lambda: "hand-offs" in main.ask(insert([], 0.01))["results"][0]["message"], 5.0)
+
+
+def test_others_are_served_between_the_parts_of_one_request(start_node: StartNode) -> None:
+    node = start_node(
+        capacity_bytes=16 * MIB,
+        prelude="from lookup_buffer.node import insert\ninsert.TURN_SECONDS = 0.0",
+    )
+    keys = [f"k{n}" for n in range(4000)]
+    nothing = [TensorHeader.of_none().to_fields()] * len(keys)
+    request = messages.Insert(1, NAMESPACE, keys, nothing, [0] * len(keys), None, 0.0)
+    seen = [0]
+    with raw(node) as client, raw(node) as other:
+        client.socket.settimeout(scaled(10.0))
+        client.socket.sendall(encode_frame(request.to_wire()))
+        until = time.monotonic() + scaled(10.0)
+        while seen[-1] < len(keys) and time.monotonic() < until:
+            seen.append(other.ask(messages.Stats(2))["stats"]["items"])
+    assert seen[-1] == len(keys)
+    assert set(seen) - {0, len(keys)}, "it was all done in one turn of the loop"
 
 
 def test_items_without_bytes(start_node: StartNode) -> None:

@@ -19,8 +19,9 @@ from lookup_buffer.config import parse_tcp
 from lookup_buffer.device.lane import DeviceLane
 from lookup_buffer.errors import ConfigError, MissingTensor, NodeRefused, PipeError
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.node.arena import Arena, Item
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.invalidations import Invalidations
+from lookup_buffer.node.items import Item
 from lookup_buffer.node.links import HANDOFFS, TENSORS, dial
 from lookup_buffer.protocol.auth import Purpose, connect
 from lookup_buffer.protocol.framing import encode_frame

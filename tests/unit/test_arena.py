@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hypothesis_profiles import examples
 from lookup_buffer.errors import BufferFull, TensorTooLarge
-from lookup_buffer.node.arena import Arena, Item
+from lookup_buffer.node.arena import Arena
+from lookup_buffer.node.items import Item
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.shm.index import IS_ORDERED, LocalIndexReader, digest_of
 

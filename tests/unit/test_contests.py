@@ -8,9 +8,10 @@ import pytest
 
 from lookup_buffer.errors import MissReason, NodeUnavailable
 from lookup_buffer.node.announcements import Announcements
-from lookup_buffer.node.arena import Arena, Item
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
+from lookup_buffer.node.items import Item
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.membership import Identity
 from lookup_buffer.protocol.header import TensorHeader

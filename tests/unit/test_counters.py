@@ -2,8 +2,8 @@
 
 import pytest
 
-from lookup_buffer.node.arena import Item
 from lookup_buffer.node.counters import BOUNDS_SECONDS, HITS_KEYS_MAX, Counters, Histogram
+from lookup_buffer.node.items import Item
 from lookup_buffer.protocol.header import TensorHeader
 
 

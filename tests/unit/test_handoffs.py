@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lookup_buffer.errors import ProtocolError
-from lookup_buffer.node.arena import PEER_OWNER, Arena, Item
+from lookup_buffer.node.arena import PEER_OWNER, Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Arrival, Handoffs, Lease
+from lookup_buffer.node.items import Item
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.times import PEER_PROGRESS_SECONDS, REMEMBERED_SECONDS
 from virtual_loop import VirtualLoop

@@ -10,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hypothesis_profiles import examples
 from lookup_buffer.errors import BufferFull
-from lookup_buffer.node.arena import Arena, Item
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Arrival, Handoffs, Lease
+from lookup_buffer.node.items import Item
 from lookup_buffer.protocol.header import TensorHeader
 from virtual_loop import VirtualLoop
 

@@ -3,17 +3,19 @@
 import asyncio
 import os
 import random
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from lookup_buffer.errors import NodeUnavailable
 from lookup_buffer.node import insert
-from lookup_buffer.node.arena import Arena, Item
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.insert import Inserts
+from lookup_buffer.node.items import Item
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome
@@ -140,6 +142,14 @@ def is_mapped(mapping: Mapping) -> bool:
         return False
 
 
+@pytest.fixture(params=["all at once", "one by one"])
+def begun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In how many turns of the loop the parts of a request are begun."""
+    seconds = 60.0 if request.param == "all at once" else -1.0
+    monkeypatch.setattr(insert, "TURN_SECONDS", seconds)
+
+
+@pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize("seed", range(8))
 def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
     chance = random.Random(seed)
@@ -190,6 +200,34 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
     asyncio.run(test())
     for client in clients:
         client.staging.close()
+
+
+def test_others_have_their_turn_between_the_parts_of_one_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(insert, "TURN_SECONDS", -1.0)
+    parts = 20
+
+    async def test() -> None:
+        node, client, items = Node(1 << 20), Client(1, STAGED_BYTES), [0]
+        node.insert(client, [f"k{n}" for n in range(parts)], [100] * parts, [0] * parts, 0.0)
+        while not client.sent:
+            items.append(node.arena.gauges().items)
+            await asyncio.sleep(0)
+        assert [one["outcome"] for one in await client.results()] == ["stored"] * parts
+        assert all(after - before <= 1 for before, after in pairwise(items))
+        node.insert(client, [f"m{n}" for n in range(parts)], [100] * parts, [0] * parts, 0.0)
+        await asyncio.sleep(0)
+        node.inserts.unstage(client.connection)  # its connection has ended
+        while node.inserts._inserting:
+            await asyncio.sleep(0)
+        assert parts < node.arena.gauges().items < parts + 5
+        node.at_rest()
+        node.inserts.close()
+        node.arena.close()
+        client.staging.close()
+
+    asyncio.run(test())
 
 
 def test_an_insert_of_a_key_that_a_long_transfer_writes_is_refused_alone(

@@ -15,9 +15,10 @@ from cancelling import cancel_at_each_wait
 from lookup_buffer.errors import BufferFull, MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node import read
-from lookup_buffer.node.arena import Arena, Pin
+from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.items import Pin
 from lookup_buffer.node.locate import Located, Waiting
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Wanted

@@ -14,10 +14,11 @@ from cancelling import cancel_at_each_wait
 from lookup_buffer.errors import LookupBufferError, MissReason, PipeBroken
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node import handoffs, links, takes
-from lookup_buffer.node.arena import PEER_OWNER, Arena, Pin
+from lookup_buffer.node.arena import PEER_OWNER, Arena
 from lookup_buffer.node.connection import Connection, Session, Tasks
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Askers, Handoffs
+from lookup_buffer.node.items import Pin
 from lookup_buffer.node.links import Credentials
 from lookup_buffer.node.locate import Located, Waiting
 from lookup_buffer.node.membership import Identity
