@@ -21,6 +21,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
+from itertools import chain
 from typing import Final
 
 from xxhash import xxh3_64_intdigest
@@ -447,12 +448,23 @@ class Arena:
         return address in self._items or self._fits_handoffs(nbytes, entry_bytes_of(address))
 
     def _replace_for(self, address: QualifiedKey, nbytes: int) -> None:
-        """Remove an unpinned hand-off at `address` if the share holds only one of the two."""
+        """Remove an unpinned hand-off at `address` if the share holds only one of the two, unless
+        there is no place for the other one even then."""
         old, entry_bytes = self._items.get(address), entry_bytes_of(address)
         if old is None or old.pins or not old.handoff_bytes:
             return
         fits_alone = self._fits_handoffs(nbytes - old.handoff_bytes, 0)
-        if fits_alone and not self._fits_handoffs(nbytes, entry_bytes):
+        if not fits_alone or self._fits_handoffs(nbytes, entry_bytes):
+            return
+        first = {old.offset: -math.inf}
+        ages = chain(
+            ((age, at) for at, age in first.items()),
+            ((item.last_used, at) for at, item in self._by_use.items()),
+        )
+        window = self._allocator.eviction_window(
+            nbytes, ages, lambda at: first.get(at, self._last_use(at))
+        )
+        if window is not None:
             self.remove(old, "replaced")
 
     def _fits_handoffs(self, nbytes: int, entry_bytes: int) -> bool:

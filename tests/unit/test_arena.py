@@ -399,6 +399,19 @@ def test_a_replaced_hand_off_is_charged_until_its_last_reader_has_it() -> None:
         assert bench.arena.gauges().handoff_bytes == 1280
 
 
+def test_a_hand_off_is_not_replaced_by_one_that_finds_no_place() -> None:
+    with bench_of() as bench:
+        slots = [bench.fill(f"shared{number}", 640) for number in range(CAPACITY // 640)]
+        for item in slots[::4]:
+            bench.arena.pin(item, 1)
+        old = bench.hand_off("a", 640)
+        bench.removed.clear()
+        with pytest.raises(BufferFull):
+            bench.hand_off("a", CAPACITY // 2 - 200)
+        assert bench.arena.touch(address_of("a")) is old
+        assert bench.removed == []
+
+
 def test_an_unpinned_hand_off_makes_room_for_its_next_generation() -> None:
     with bench_of() as bench:
         bench.hand_off("a", 3200)
