@@ -23,9 +23,8 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -402,13 +401,12 @@ class Askers:
         self._takes[connection] = {}
         return connection
 
-    def ends(self) -> "list[Callable[[], None]]":
-        """By which the connections of now can be ended."""
-        return [partial(connection.end, None) for connection in self._takes]
+    def connections(self) -> list[Connection]:
+        return list(self._takes)
 
     def close(self) -> None:
-        for end in self.ends():
-            end()
+        for connection in self.connections():
+            connection.end(None)
 
     def _on_message(self, connection: Connection, message: Any) -> None:
         match parse(message):

@@ -143,8 +143,8 @@ class PeerServer:
         before; end idle threads. To be called now and then."""
         self._senders.tick()
         if self._rotation.has_happened():
-            ends = [reader.end for reader in self._readers] + self.askers.ends()
-            self.loop.call_later(EXCLUDED_SECONDS, lambda: [end() for end in ends])
+            accepted: list[Reader | Connection] = [*self._readers, *self.askers.connections()]
+            self.loop.call_later(EXCLUDED_SECONDS, _end_all, accepted)
         bound = self.loop.time() - PEER_IDLE_SECONDS
         for reader in [one for one in self._readers if not one.is_busy and one.used_at < bound]:
             reader.end()
@@ -345,6 +345,11 @@ class PeerServer:
         self._readers.discard(reader)
 
 
+def _end_all(accepted: "Iterable[Reader | Connection]") -> None:
+    for one in accepted:
+        one.end(None)
+
+
 class Reader:
     """A connection on which another node reads tensors. Its requests are answered in order."""
 
@@ -361,8 +366,8 @@ class Reader:
         self._sender = FramedSocket(stream)
         self._sender.macs = link.macs
 
-    def end(self) -> None:
-        self._connection.end(None)
+    def end(self, error: LookupBufferError | None = None) -> None:
+        self._connection.end(error)
 
     def _ended(self, _: Connection, error: LookupBufferError | None) -> None:
         self._sender.abort()  # a thread that sends stops
