@@ -124,12 +124,14 @@ class PinTable:
         return self._waiting.get(identifier)
 
     def is_resident(self, pin: Pin) -> bool:
-        """Whether the bytes are pinned in the node's arena.
+        """Whether the bytes are pinned in the node's arena, and may be loaded.
 
         After the loss of the session dispatched loads still succeed for a while. A waiting pin may
         wait longer than that, so its handle fails then.
         """
-        return pin.handle.state is PrefetchState.RESIDENT and pin.handle.order is not None
+        handle = pin.handle
+        is_pinned = handle.state is PrefetchState.RESIDENT and handle.order is not None
+        return is_pinned and self._is_sharing
 
     def misfit_reason(
         self, pin: Pin, num_embeds: int | None, *, any_float: bool = False
@@ -144,6 +146,8 @@ class PinTable:
         handle = pin.handle
         if handle.state is not PrefetchState.RESIDENT or handle.order is None:
             return handle.reason or MissReason.ABSENT
+        if not self._is_sharing:
+            return MissReason.WEIGHTS_CHANGED
         if num_embeds not in (None, pin.rows):
             return MissReason.SHAPE
         return self._outputs.misfit(handle.order.header, pin.modalities, any_float=any_float)
@@ -162,6 +166,11 @@ class PinTable:
         for pin in held:
             self.promise(pin)
         return True
+
+    @property
+    def _is_sharing(self) -> bool:
+        """Whether the engine loads what it has pinned: not once its weights have changed."""
+        return bool(self._buffer.namespace)
 
     def may_arrive(self, identifier: str) -> bool:
         """Whether the bytes are resident or in flight, so that no new prefetch is needed."""

@@ -358,9 +358,12 @@ class KvPins:
         self._held_bytes += len(names) * self._shape.chunk_bytes
 
     def are_lost(self, state: KvRequest) -> bool:
-        """Whether the pins that were there ended with the session with the node. All end at once,
-        and what is written in their place would be loaded."""
-        return state.present > 0 and state.pins[0].state is not PrefetchState.RESIDENT
+        """Whether the pins that were there ended with the session with the node: all end at once,
+        and what is written in their place would be loaded. Or the engine shares nothing now, since
+        its weights have changed."""
+        if not state.present:
+            return False
+        return state.pins[0].state is not PrefetchState.RESIDENT or not self._buffer.namespace
 
     def present(self, state: KvRequest) -> tuple[int, bool]:
         """The number of chunks in one run on this host, and whether it is final."""

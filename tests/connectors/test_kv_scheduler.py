@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from connector_standins import LedgerBuffer, Stored
+from connector_standins import LedgerBuffer, LedgerHandle, Stored
 from connectors.identifiers import Adapters
 from connectors.kv.chunks import ChunkChain
 from connectors.kv.engine import KvSettings, KvShape
 from connectors.kv.metadata import KvStepMetadata, KvWorkerReport
 from connectors.kv.scheduler import KvScheduler
 from lookup_buffer.client.handles import PrefetchState
+from lookup_buffer.key import TensorKey
 
 BLOCK, CHUNK = 4, 8
 CHUNK_BYTES = 1000
@@ -396,3 +397,20 @@ def test_a_chunk_larger_than_the_budget_costs_no_wait() -> None:
     engine.know(request, range(4))
     assert engine.side.matched(request, 0) == (0, False)
     assert engine.side.counters.totals() == {"over_budget": 1}
+
+
+def test_what_was_pinned_before_the_weights_changed_is_not_loaded() -> None:
+    class Buffer(LedgerBuffer):
+        def prefetch(self, keys: Sequence[TensorKey], **seconds: Any) -> list[LedgerHandle]:
+            if self.namespace:
+                return super().prefetch(keys, **seconds)
+            failed = PrefetchState.FAILED
+            return [LedgerHandle(key, failed, "weights_changed") for key in keys]
+
+    engine, request = Engine(buffer=Buffer()), Request("r", 40)
+    engine.know(request, [0, 1])
+    assert engine.side.matched(request, 0) == (2 * CHUNK, True)
+    engine.buffer.namespace = ""
+    assert engine.side.matched(request, 0) == (0, False)
+    assert not engine.buffer.pinned
+    assert engine.side.counters.totals()["miss:weights_changed"] == 1
