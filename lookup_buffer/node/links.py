@@ -96,9 +96,14 @@ class ThreadPool:
         self._jobs: set[Future[None]] = set()
 
     def submit(self, move: Callable[..., None], *arguments: object) -> "Future[None]":
-        """Raises RuntimeError after `close`."""
+        """Raises RuntimeError after `close`, and if no thread can be started."""
         self._used_at = time.monotonic()
-        job = self._executor.submit(move, *arguments)
+        wanted = [True]
+        try:
+            job = self._executor.submit(lambda: move(*arguments) if wanted else None)
+        except RuntimeError:
+            wanted.clear()  # without memory for a thread it is queued nevertheless
+            raise
         self._jobs.add(job)
         return job
 

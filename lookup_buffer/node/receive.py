@@ -100,9 +100,12 @@ class Receiver:
 
         Raises:
             PipeError: as `move`.
-            Busy: no thread was free in time.
+            Busy: no thread was free in time, or could be started.
         """
-        job = self._threads.submit(move)
+        try:
+            job = self._threads.submit(move)
+        except RuntimeError as error:  # without memory, or at the end of the node
+            raise Busy(f"no thread to receive: {error}") from error
         moved = asyncio.wrap_future(job, loop=self.loop)
         bound = self.loop.call_later(PEER_PROGRESS_SECONDS, job.cancel)  # unless it has begun
         try:
