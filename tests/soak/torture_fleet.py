@@ -499,7 +499,11 @@ class Fleet:
 
 
 def _files(node: NodeProcess) -> list[str]:
-    return [os.readlink(one) for one in Path(f"/proc/{node.pid}/fd").iterdir()]
+    found = []
+    for one in Path(f"/proc/{node.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(one))
+    return found
 
 
 def _sockets(node: NodeProcess) -> Iterator[tuple[int, int, str, str]]:
