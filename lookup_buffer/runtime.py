@@ -84,7 +84,6 @@ def lock(path: Path, *, timeout: float) -> Iterator[None]:
     deadline = time.monotonic() + timeout
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o200)
     try:
-        os.fchmod(descriptor, 0o200)  # of an earlier version
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

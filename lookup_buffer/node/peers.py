@@ -143,7 +143,8 @@ class PeerServer:
         before; end idle threads. To be called now and then."""
         self._senders.tick()
         if self._rotation.has_happened():
-            accepted: list[Reader | Connection] = [*self._readers, *self.askers.connections()]
+            readers = (reader.connection for reader in self._readers)
+            accepted = [*readers, *self.askers.connections()]
             self.loop.call_later(EXCLUDED_SECONDS, _end_all, accepted)
         bound = self.loop.time() - PEER_IDLE_SECONDS
         for reader in [one for one in self._readers if not one.is_busy and one.used_at < bound]:
@@ -345,7 +346,7 @@ class PeerServer:
         self._readers.discard(reader)
 
 
-def _end_all(accepted: "Iterable[Reader | Connection]") -> None:
+def _end_all(accepted: Iterable[Connection]) -> None:
     for one in accepted:
         one.end(None)
 
@@ -360,14 +361,14 @@ class Reader:
         self.used_at = server.loop.time()
         self.client = link.purpose.client
         stream = link.stream.dup()  # each of the two that use it closes its own descriptor
-        self._connection = Connection(
+        self.connection = Connection(
             server.loop, link.stream, self._on_message, self._ended, link.macs
         )
         self._sender = FramedSocket(stream)
         self._sender.macs = link.macs
 
-    def end(self, error: LookupBufferError | None = None) -> None:
-        self._connection.end(error)
+    def end(self) -> None:
+        self.connection.end(None)
 
     def _ended(self, _: Connection, error: LookupBufferError | None) -> None:
         self._sender.abort()  # a thread that sends stops

@@ -88,7 +88,7 @@ async def idle_connections(bench: Bench) -> tuple[Taker, FramedSocket, list[sock
     await answered(reader, ABSENT)
     (served,) = bench.server._readers
     await asyncio.sleep(2 * IN_USE_SECONDS)  # everything is acknowledged by then
-    return taker, reader, [*taker.sockets, reader._socket, served._connection._socket]
+    return taker, reader, [*taker.sockets, reader._socket, served.connection._socket]
 
 
 def test_an_idle_connection_survives_lost_probes() -> None:

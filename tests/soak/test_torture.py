@@ -11,6 +11,7 @@ it. Ctrl-C ends a run, and the next one goes on. One kind of round, once more:
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -238,6 +239,8 @@ def one_round(name: str, seed: int, seconds: float, folder: Path) -> Totals:
         totals.add(ROUNDS[name](seed, seconds, folder))
     except (Exception, pytest.fail.Exception) as error:
         text = f"{type(error).__name__}: {error}"
+        for place in (os.getcwd(), sys.base_prefix):  # the totals are kept and shown
+            text = text.replace(f"{place}/", "")
         print(f"FOUND in {name}, seed {seed}: {text}", flush=True)
         totals.findings.append(Finding("other", name, seed, text))
     totals.rounds = {name: 1}
