@@ -6,9 +6,10 @@ nodes, which `registrar` withdraws.
 
 `Heartbeat` writes this node's beats, and checks that its id belongs to it alone. Two nodes with one
 id would overwrite each other's records. So a node that finds a beat of another boot with its id
-watches it first: if that beat changes, this node ends; if not, it takes the id over. That beat may
-also be one of the past, after the store was restored from a snapshot. Used on the loop's thread
-only.
+watches it first: if that beat changes twice, this node ends; if it stands still, it takes the id
+over. One change proves nothing: it may be the last beat of a process that was killed, late on the
+network. The beat may also be one of the past, after the store was restored from a snapshot. Used on
+the loop's thread only.
 
 `Liveness` is the failure detector: a node increments a sequence number in Redis each second. It is
 alive if that number changed recently as seen from here; no other machine's clock is used. Pure
@@ -363,6 +364,8 @@ class Heartbeat:
     """Since the last beat that succeeded."""
     _other: Beat | None = None
     _watched_since: float = 0.0
+    _has_moved: bool = False
+    """Whether the beat of the other boot changed while this node watched it."""
 
     async def beat(self, store: MetadataStore) -> bool:
         """Write a beat, or watch the one of another boot that has our id.
@@ -405,9 +408,11 @@ class Heartbeat:
     async def _watch(self, found: Beat, store: MetadataStore) -> bool:
         now = self.clock()
         if self._other is None or self._other.boot != found.boot:
-            self._other, self._watched_since = found, now
+            self._other, self._watched_since, self._has_moved = found, now, False
         elif self._other != found:
-            raise await self._refusal(found, store)
+            if self._has_moved:
+                raise await self._refusal(found, store)
+            self._other, self._watched_since, self._has_moved = found, now, True
         elif now - self._watched_since >= WATCH_SECONDS:
             try:
                 return await self._beat(store, replacing=found)
