@@ -20,8 +20,8 @@ from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lookup_buffer import codec
-from lookup_buffer.client.batch import Batch
 from lookup_buffer.client.handles import ClaimAnswer, ClaimHandle, LoadOrder, PrefetchHandle
+from lookup_buffer.client.inserts import Inserts
 from lookup_buffer.client.load import Loads, PoolMembership, SessionPool
 from lookup_buffer.client.local import LocalReads, NotListed
 from lookup_buffer.client.pending import PendingClaims, PendingPrefetches
@@ -165,7 +165,7 @@ class LookupBuffer:
             ReadOnly: the node only reads.
             ConfigError: `ttl_seconds` is not a valid time.
         """
-        inserted = Batch(self._session, ttl_seconds, timeout).insert_one(key, tensor)
+        inserted = Inserts(self._session, ttl_seconds, timeout).insert_one(key, tensor)
         if on_stored is not None and inserted.checksum is not None:
             on_stored(inserted.checksum)
         return inserted.outcome
@@ -183,7 +183,7 @@ class LookupBuffer:
         `timeout` bounds each round trip. A fault of the node is an error for each value that was
         not stored by then; the others stay.
         """
-        results = Batch(self._session, ttl_seconds, timeout).insert(list(items))
+        results = Inserts(self._session, ttl_seconds, timeout).insert(list(items))
         return [
             result if isinstance(result, LookupBufferError) else result.outcome
             for result in results

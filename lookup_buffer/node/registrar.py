@@ -32,7 +32,6 @@ from lookup_buffer.environment import distribution_version
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.arena import Arena
-from lookup_buffer.node.batch import Batch
 from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.node.devices import Pools, Sightings
 from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, Change, DirtySet
@@ -40,6 +39,7 @@ from lookup_buffer.node.invalidations import Invalidations
 from lookup_buffer.node.items import Item
 from lookup_buffer.node.membership import Directory, Heartbeat, Identity
 from lookup_buffer.node.storage import Breaker, FailureLog, PeriodicTasks, Storage
+from lookup_buffer.node.write_batch import WriteBatch
 from lookup_buffer.times import BEAT_SECONDS, HANDOFF_GONE_SECONDS
 from store import (
     GONE_SECONDS,
@@ -317,7 +317,7 @@ class Registrar:
         """
         changes = self.dirty.take()
         self._writing = len(changes)
-        batch = Batch(store)
+        batch = WriteBatch(store)
         try:
             await self._write(batch, store, changes)
         except StoreError:
@@ -331,7 +331,9 @@ class Registrar:
             self.dirty.hold(change, place)
         return set(batch.missed.values())
 
-    async def _write(self, batch: Batch, store: MetadataStore, changes: Sequence[Change]) -> None:
+    async def _write(
+        self, batch: WriteBatch, store: MetadataStore, changes: Sequence[Change]
+    ) -> None:
         found = [(change, self.arena.published(change.address)) for change in changes]
         here = [(change, item) for change, item in found if item is not None]
         gone = [change for change, item in found if item is None]

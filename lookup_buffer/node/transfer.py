@@ -105,7 +105,7 @@ class Wanted:
     tried: list[Source] = field(default_factory=list)
     """Holders that did not deliver it, and then the one that is asked."""
     fetched: Fetched = Fetched(None)
-    batch: "Batch | None" = None
+    batch: "FetchBatch | None" = None
     """The one that it is in, until it has come or failed."""
 
     @property
@@ -128,7 +128,7 @@ class Wanted:
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class FetchBatch:
     """What is requested together of one holder."""
 
     holder: Holder
@@ -222,7 +222,7 @@ class Fetcher:
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Fetch each from the first holder that delivers; those of one holder are requested
         together. What is assigned to a holder counts in the choice for the next ones."""
-        batches: dict[Holder, Batch] = {}
+        batches: dict[Holder, FetchBatch] = {}
         for one in wanted:
             holder = self._choose(one)
             batch = batches.get(holder)
@@ -283,10 +283,10 @@ class Fetcher:
         one.tried.append(untried[chosen])
         return holders[chosen]
 
-    def _start(self, holder: Holder, *wanted: Wanted) -> Batch:
+    def _start(self, holder: Holder, *wanted: Wanted) -> FetchBatch:
         """A batch, which is requested when the loop's next turn begins. Until then its holder may
         be given more of it; its load counts, and it waits for a place, from now on."""
-        batch = Batch(holder, holder.places.ask())
+        batch = FetchBatch(holder, holder.places.ask())
         for one in wanted:
             batch.add(one)
         holder.users += 1
@@ -295,7 +295,7 @@ class Fetcher:
         task.add_done_callback(self._fetches.discard)
         return batch
 
-    async def _fetch(self, batch: Batch) -> None:
+    async def _fetch(self, batch: FetchBatch) -> None:
         """Fetch a batch from one holder. What it does not deliver is fetched from the next ones."""
         holder, is_asked = batch.holder, False
         try:
@@ -332,7 +332,7 @@ class Fetcher:
             self._start(holder, *batch.left)
 
     @asynccontextmanager
-    async def _turn(self, batch: Batch) -> AsyncIterator[None]:
+    async def _turn(self, batch: FetchBatch) -> AsyncIterator[None]:
         """Wait until fewer than LINKS_MAX batches of its holder are transferred.
 
         Raises:
@@ -354,7 +354,7 @@ class Fetcher:
         finally:
             places.release()
 
-    async def _fetch_from(self, holder: Holder, batch: Batch) -> None:
+    async def _fetch_from(self, holder: Holder, batch: FetchBatch) -> None:
         first = batch.left[0]
         streams = holder.streams_for(first.nbytes, self.loop.time()) if len(batch.left) == 1 else 1
         if streams > 1:
@@ -384,7 +384,7 @@ class Fetcher:
         holder.version = dialled.version
         await receive(dialled.framed())
 
-    async def _receive_over(self, link: FramedSocket, holder: Holder, batch: Batch) -> None:
+    async def _receive_over(self, link: FramedSocket, holder: Holder, batch: FetchBatch) -> None:
         """Request the batch and receive it. What comes early is settled before the rest comes.
 
         Raises:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lookup_buffer import LookupBuffer
-from lookup_buffer.client.batch import STAGED_BYTES, STAGED_MAX
+from lookup_buffer.client.inserts import STAGED_BYTES, STAGED_MAX
 from lookup_buffer.client.session import NodeConnection
 from lookup_buffer.errors import (
     BufferFull,

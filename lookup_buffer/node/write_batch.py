@@ -16,7 +16,7 @@ _R = TypeVar("_R")
 
 
 @dataclass(slots=True)
-class Batch:
+class WriteBatch:
     """Changes that are being written, in up to four steps: each is one call of the store for all
     of them. A change whose server was not reached in one step takes no part in the next ones."""
 

@@ -53,7 +53,7 @@ class _Staged:
     deadline: float
 
 
-class Batch:
+class Inserts:
     """Inserts with one time to live and one timeout, in seconds."""
 
     def __init__(self, session: ClientSession, ttl_seconds: float | None, timeout: float) -> None:
