@@ -33,6 +33,7 @@ from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
+from lookup_buffer.node.descriptions import Descriptions
 from lookup_buffer.node.devices import Pools, Sightings
 from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, Change, DirtySet
 from lookup_buffer.node.invalidations import Invalidations
@@ -67,16 +68,11 @@ must not keep the fleet rewriting."""
 BREAKER_SECONDS = 0.05
 """How often it is checked whether calls may be made again."""
 CLOSE_SECONDS = 5.0
-DESCRIBE_SECONDS = 0.5
-"""Bound on what descriptions of namespaces add to one round of the periodic tasks."""
 FLUSH_SECONDS: Final = 0.5
-"""The same for counters and hits: what is left by then is written after the next beat."""
+"""Bound on what counters and hits add to one round of the periodic tasks. What is left by then is
+written after the next beat."""
 FLUSH_KEYS: Final = 1000
 """The hits of so many keys are one round trip."""
-NAMESPACES_MAX: Final = 256
-"""So many descriptions are kept, to be published again when Redis lost its data: the last ones."""
-DESCRIPTION_MAX: Final = 64 << 10
-"""Characters of one description; larger ones are not published."""
 EXPIRED_MAX = 8
 """Dead nodes that are removed with one beat: every node does it, so a few are enough."""
 VOID_MAX: Final = 64
@@ -126,14 +122,13 @@ class Registrar:
     _task: asyncio.Task[None] | None = None
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _is_closing: bool = False
-    _namespaces: dict[str, dict[str, str]] = field(default_factory=dict)
-    _undescribed: dict[str, None] = field(default_factory=dict)
     _beat_at: float = field(init=False)
     _walked_at: float = field(init=False)
     _walk_pause_seconds: float = 0.0
     """The next walk of the inventory is due so long after the last one began."""
     _failovers: int = 0
     _missed_left: int = MISSED_MAX
+    _descriptions: Descriptions = field(init=False)
     _invalidations: Invalidations = field(init=False)
     _failures: FailureLog = field(init=False)
     _tasks: PeriodicTasks = field(init=False)
@@ -147,12 +142,13 @@ class Registrar:
         self._beat_at = self._walked_at = clock()
         self._invalidations = Invalidations(self.loop, self.arena)
         self._failures = FailureLog(clock)
+        self._descriptions = Descriptions(self.loop, self._failures)
         self._tasks = PeriodicTasks(
             self._failures,
             clock,
             [
                 ("the description of this node was not written; retried", self._describe_node),
-                ("namespaces were not described; retried", self._describe_namespaces),
+                ("namespaces were not described; retried", self._descriptions.write),
                 (
                     "device pools of other nodes were not read; retried",
                     Sightings(self.directory, self.pools).look,
@@ -192,17 +188,7 @@ class Registrar:
 
     def describe(self, fingerprint: str, parts: dict[str, str]) -> None:
         """Publish the parts of a namespace, now and whenever Redis lost them."""
-        size = sum(len(name) + len(part) for name, part in parts.items())
-        if self.read_only or size > DESCRIPTION_MAX:
-            return
-        known = self._namespaces.pop(fingerprint, None)
-        self._namespaces[fingerprint] = parts  # as the last one
-        if len(self._namespaces) > NAMESPACES_MAX:
-            oldest = next(iter(self._namespaces))
-            del self._namespaces[oldest]
-            self._undescribed.pop(oldest, None)
-        if known != parts:
-            self._undescribed[fingerprint] = None
+        if not self.read_only and self._descriptions.add(fingerprint, parts):
             self._beat_at = 0.0  # a new one is not left until the next beat
             self._wake.set()
 
@@ -458,7 +444,7 @@ class Registrar:
         was_established = self.heartbeat.was_established
         if is_new := await self.heartbeat.beat(store):
             self._walk_pause_seconds = 0.0  # all is written again, also if this beat fails below
-            self._undescribed |= dict.fromkeys(self._namespaces)
+            self._descriptions.repeat()
             self._tasks.resume()
             if was_established:
                 self.directory.store_lost_data()
@@ -480,7 +466,7 @@ class Registrar:
         """Write all items and namespaces again: their records expire unless they are renewed."""
         period_seconds = self.record_ttl_seconds / 3
         self._walked_at, self._walk_pause_seconds = self.loop.time(), period_seconds
-        self._undescribed |= dict.fromkeys(self._namespaces)
+        self._descriptions.repeat()
         addresses = self.arena.addresses()
         start = random.randrange(len(addresses) + 1)
         addresses = addresses[start:] + addresses[:start]  # each node of a fleet begins elsewhere
@@ -504,23 +490,6 @@ class Registrar:
                 pools=self.pools.endpoints,
             )
         )
-
-    async def _describe_namespaces(self, store: MetadataStore) -> None:
-        until = self.loop.time() + DESCRIBE_SECONDS
-        for fingerprint in list(self._undescribed):
-            if self.loop.time() >= until:
-                return  # the others with the next beat, which must not be late
-            self._undescribed.pop(fingerprint, None)  # `describe` may add it again meanwhile
-            parts = self._namespaces.get(fingerprint)
-            if parts is None:
-                continue  # there are too many newer ones
-            try:
-                await store.describe_namespace(fingerprint, parts)
-            except StoreCorrupt as error:  # another program's data; it is not overwritten
-                self._failures.log(f"namespace {fingerprint} cannot be described", error)
-            except Exception:
-                self._undescribed[fingerprint] = None  # the last one: those of other servers first
-                raise
 
     async def withdraw_void(self, store: MetadataStore) -> None:
         """Withdraw some of the locations of dead nodes that readers found."""

@@ -13,6 +13,7 @@ from awaited import awaited
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node import descriptions
 from lookup_buffer.node import invalidations as invalidations_module
 from lookup_buffer.node import registrar as registrar_module
 from lookup_buffer.node.arena import Arena
@@ -444,7 +445,7 @@ def test_a_list_of_invalidations_that_is_not_read_is_retried(read_only: bool) ->
 
 def test_only_the_last_namespaces_are_kept() -> None:
     """Those in use; also if others come while they are written."""
-    count, parts = registrar_module.NAMESPACES_MAX, {"model": "m"}
+    count, parts = descriptions.DESCRIPTIONS_MAX, {"model": "m"}
     store = Interrupted()
     with registrar_on(store) as (registrar, _):
         registrar.describe("first", parts)
@@ -456,10 +457,25 @@ def test_only_the_last_namespaces_are_kept() -> None:
                 registrar.describe(f"{number}", parts)
 
         store.meanwhile = meanwhile
-        registrar.describe("large", {"model": "m" * registrar_module.DESCRIPTION_MAX})
+        registrar.describe("large", {"model": "m" * descriptions.CHARACTERS_MAX})
         assert comes_true(registrar, lambda: f"{count - 2}" in store.namespaces(), 3.0)
         kept = {"first", *map(str, range(count - 1))}
-        assert registrar._namespaces.keys() == store.namespaces().keys() == kept
+        assert store.namespaces().keys() == kept
+
+
+def test_a_client_fills_no_redis_with_descriptions() -> None:
+    """They stay there for a week, those of ever new namespaces too."""
+    store, size = MemoryStore(), descriptions.CHARACTERS_MAX - len("model")
+    one = descriptions.CHARACTERS_MAX + descriptions.KEY_CHARACTERS
+    at_once = descriptions.NEW_MAX // one
+    with registrar_on(store) as (registrar, _):
+        for number in range(200):
+            registrar.describe(f"{number}", {"model": "m" * size})
+        registrar.describe("0", {"model": "m" * size})  # an engine that attached again
+        comes_true(registrar, lambda: False, 30.0)  # time passes
+        assert store.namespaces().keys() == set(map(str, range(at_once)))
+        registrar.describe("small", {"model": "m"})
+        assert comes_true(registrar, lambda: "small" in store.namespaces(), 3.0), "after 30 s"
 
 
 def test_a_node_that_only_reads_describes_nothing() -> None:
