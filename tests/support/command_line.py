@@ -36,7 +36,7 @@ def environment(settings: Mapping[str, str]) -> dict[str, str]:
     """Ours, without what would configure the command, and with `settings`."""
     kept = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in fork_server.own_environment().items()
         if name == "LOOKUP_BUFFER_TEST_RUN"  # by which the leak guard knows our processes
         or not name.startswith(("LOOKUP_BUFFER_", "COLUMNS", "FORCE_COLOR"))
     }

@@ -60,7 +60,7 @@ class Engine(DemoEngine):
             PROCESS_MODULE,
             ["{0}"],
             log=self.settings.log_path,
-            environment=os.environ | engine_environment(self.settings),
+            environment=fork_server.own_environment() | engine_environment(self.settings),
             keep=[connection.fileno()],
             forked=not ON_GPU,
         )

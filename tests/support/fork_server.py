@@ -184,6 +184,12 @@ def finished(
     return code, log.read_text(errors="replace")
 
 
+def own_environment() -> dict[str, str]:
+    """The variables of this process. A server that another thread starts meanwhile changes them."""
+    with _starting:
+        return dict(os.environ)
+
+
 class _Process(ForkServerProcess):
     """A process that a server with its early variables forks."""
 

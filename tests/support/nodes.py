@@ -81,7 +81,7 @@ class NodeProcess:
             "node_program",
             [to_json(self.settings), self._prelude],
             log=self.log,
-            environment=os.environ,
+            environment=fork_server.own_environment(),
             preloaded=node_program.PRELOADED,
             forked=not self._prelude,  # which comes before all imports
             appends=True,

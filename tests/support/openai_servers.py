@@ -104,7 +104,7 @@ class OpenAIServer:
             _MODULE,
             [*arguments, *_flags(engine_arguments(settings)), *flags],
             log=settings.log_path,
-            environment=os.environ | engine_environment(settings),
+            environment=fork_server.own_environment() | engine_environment(settings),
             forked=forked,
         )
         self._exit = os.pidfd_open(self._process.pid)

@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +107,22 @@ def test_a_variable_that_is_read_early_has_a_fork_server_of_its_own(program: Pat
     assert fork_server.launch("told_program", [], log=log, environment=settings).wait(120.0) == 3
     own = described(log)["own"]
     assert (own["preloaded"], own["offline"]) == (True, False)
+
+
+def test_variables_are_not_read_while_another_thread_starts_a_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server gets its early variables from ours, which change for that time."""
+    before, readers = dict(os.environ), ThreadPoolExecutor(1)
+    reads: list[Future[dict[str, str]]] = []
+
+    def start(_: ForkServer) -> None:
+        assert os.environ["HF_HUB_OFFLINE"] == "?"
+        reads.append(readers.submit(fork_server.own_environment))
+        assert not wait(reads, 0.1).done
+
+    monkeypatch.setattr(fork_server, "_running", {})
+    monkeypatch.setattr(ForkServer, "ensure_running", start)
+    with readers:
+        fork_server._Server("nothing", (("HF_HUB_OFFLINE", "?"),)).running()
+    assert [read.result() for read in reads] == [before]
