@@ -40,7 +40,7 @@ def scaled(seconds: float) -> float:
     return slowness() * (seconds + ALLOWANCE_SECONDS)
 
 
-def quickest(attempt: Callable[[], object], enough: float, tries: int = 5) -> float:
+def quickest(attempt: Callable[[], object], enough: float, tries: int = 20) -> float:
     """The least seconds that an attempt took, of up to `tries`, until one took less than `enough`.
 
     For what must not wait for something else: other work on the machine delays one attempt or
