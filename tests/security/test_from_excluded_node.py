@@ -19,11 +19,13 @@ from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.links import HANDOFFS, TENSORS, Credentials, Link, dial
 from lookup_buffer.node.locate import Located
+from lookup_buffer.node.membership import Directory
+from lookup_buffer.node.takes import UNREACHED, Owner, Owners
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
 from lookup_buffer.protocol import tls
 from lookup_buffer.protocol.auth import Purpose, client_dialogue
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.messages import Holds
+from lookup_buffer.protocol.messages import Holds, OwnerReply
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.protocol.tls import EXCLUDED_SECONDS, Tls
 from node_certificates import DAY, Files, install
@@ -310,3 +312,89 @@ def test_a_holder_whose_certificate_has_expired_proves_itself_again(
         assert len(made) == 2
 
     reads(fleet, test)
+
+
+class Asks:
+    """node-a, which takes hand-offs of node-b."""
+
+    def __init__(self, bench: Bench, credentials: Credentials) -> None:
+        self.bench = bench
+        self.owners = Owners(bench.loop, Directory("node-a"), credentials)
+
+    @property
+    def owner(self) -> Owner:
+        return self.owners.at(self.bench.location, self.bench.endpoint)
+
+    def tick(self) -> None:
+        self.owners.credentials.tick()
+        self.owners.tick()
+
+    def insert(self) -> None:
+        arena, handoffs = self.bench.arena, self.bench.askers.handoffs
+        header = TensorHeader.for_tensor("uint8", (1000,))
+        item = arena.reserve_handoff(HANDOFF, header, ttl_seconds=600.0, wanted=False)
+        held = arena.commit(item, 1, owner=1)
+        handoffs.arrived(HANDOFF)
+        arena.release([held.ticket], 1)
+
+    def take(self) -> "asyncio.Task[OwnerReply]":
+        loop = self.bench.loop
+        return loop.create_task(self.owner.take(HANDOFF, loop.time() + 600.0))
+
+
+def asks(fleet: Fleet, test: Callable[[Asks], Awaitable[None]]) -> None:
+    async def run(bench: Bench) -> None:
+        one = Asks(bench, fleet.excluding("node-a"))
+        try:
+            await asyncio.wait_for(test(one), scaled(60.0))
+        finally:
+            one.owners.close()
+
+    on_a_loop(run, fleet.certified("node-b"))
+
+
+@by_either
+def test_its_hand_offs_are_not_asked_for_by_a_connection_of_before(fleet: Fleet, how: str) -> None:
+    async def test(one: Asks) -> None:
+        assert (await one.owner.holds(HANDOFF)).state == "absent"
+        one.tick()
+        assert len(one.bench.askers) == 1
+        fleet.exclude("node-a", how)
+        one.tick()
+        await one.bench.until(lambda: len(one.bench.askers) == 0)
+        if how == "another authority":  # the clock of OpenSSL is not the test's
+            assert await one.owner.holds(HANDOFF) == UNREACHED
+
+    asks(fleet, test)
+
+
+@by_either
+def test_a_taker_that_is_queued_leaves_a_minute_later(fleet: Fleet, how: str) -> None:
+    async def test(one: Asks) -> None:
+        one.insert()
+        assert one.bench.askers.handoffs.take(HANDOFF, "another taker") is not None
+        queued = one.take()
+        await one.bench.until(lambda: any(one.bench.askers._takes.values()))
+        fleet.exclude("node-a", how)
+        one.tick()
+        await asyncio.sleep(0.1)
+        assert not queued.done(), "the owner may just have to take its new files"
+        fleet.clock.ahead += EXCLUDED_SECONDS
+        one.tick()
+        assert await queued == UNREACHED
+
+    asks(fleet, test)
+
+
+def test_a_lease_outlives_a_change_of_files(fleet: Fleet) -> None:
+    """An operator who renews certificates costs no hand-off that is acknowledged in time."""
+
+    async def test(one: Asks) -> None:
+        one.insert()
+        leased = await one.take()
+        fleet.exclude("node-a", "another authority")
+        for _ in range(2):
+            one.tick()
+            assert (await one.owner.acknowledge(leased.token)).state == "won"
+
+    asks(fleet, test)
