@@ -8,12 +8,16 @@ import asyncio
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from lookup_buffer.errors import PipeBroken
 from lookup_buffer.node.storage import Breaker
 from lookup_buffer.protocol.auth import VERSION_OF_PARTS
 from lookup_buffer.protocol.stream import FramedSocket
+from lookup_buffer.protocol.tls import Trust
 
 LINKS_MAX = 4
 """Connections to one node: so many of its batches are transferred at a time."""
@@ -135,9 +139,16 @@ class Places:
         self._free += 1
 
 
+class HolderLink(NamedTuple):
+    """A connection to a holder, and how long the certificate there counts."""
+
+    framed: FramedSocket
+    trust: Trust
+
+
 @dataclass(slots=True, eq=False)
 class Holder:
-    """Another node, and the connections to it that are not in use."""
+    """Another node, and the connections to it."""
 
     breaker: Breaker
     """Of its timeouts."""
@@ -148,8 +159,10 @@ class Holder:
     """When it was last asked; at first, when it was met."""
     pace: Pace = field(default_factory=Pace)
     places: Places = field(default_factory=lambda: Places(LINKS_MAX))
-    links: list[tuple[FramedSocket, float]] = field(default_factory=list)
-    """With the time of their last use."""
+    links: list[tuple[HolderLink, float]] = field(default_factory=list)
+    """Those that are not in use, with the time of their last use."""
+    uses: dict[asyncio.Timeout, Trust] = field(default_factory=dict)
+    """Of the others: what ends their use."""
     users: int = 0
     """Batches that it is asked for, or will be, and further connections for parts."""
     version: int = 0
@@ -170,21 +183,51 @@ class Holder:
             return 1
         return max(1, LINKS_MAX - self.users)
 
-    def idle_link(self) -> FramedSocket | None:
+    def idle_link(self) -> HolderLink | None:
         """A kept connection that is still usable. Unrequested input means that the peer closed
         it, or that another boot listens there."""
         while self.links:
-            link, _ = self.links.pop()
-            if not link.closed and not link.wait_readable(0.0):
+            (framed, trust), _ = link, _ = self.links.pop()
+            if trust.counts() and not framed.closed and not framed.wait_readable(0.0):
                 return link
-            link.abort()
+            framed.abort()
         return None
 
+    @asynccontextmanager
+    async def using(self, link: HolderLink) -> AsyncIterator[FramedSocket]:
+        """Use a connection, and then keep it. After an error it is unusable.
+
+        Raises:
+            PipeBroken: the certificate there has not counted for a while.
+        """
+        bound = asyncio.timeout(None)
+        self.uses[bound] = link.trust
+        try:
+            async with bound:
+                yield link.framed
+        except TimeoutError as error:
+            if bound.expired():
+                raise PipeBroken("the holder's certificate does not count any more") from error
+            raise
+        finally:
+            del self.uses[bound]
+        self.links.append((link, asyncio.get_running_loop().time()))
+
+    def end_uses(self, now: float) -> None:
+        """Of connections whose certificates have not counted for a while."""
+        for bound in [one for one, trust in self.uses.items() if trust.is_over()]:
+            if not bound.expired():
+                bound.reschedule(now)
+
     def close_links(self, unused_since: float) -> None:
-        for link, used_at in self.links:
-            if used_at < unused_since:
-                link.close()
-        self.links = [one for one in self.links if one[1] >= unused_since]
+        """Of those that are not in use: the ones that were not used since then, and those whose
+        certificates do not count."""
+        links, self.links = self.links, []
+        for link, used_at in links:
+            if used_at >= unused_since and link.trust.counts():
+                self.links.append((link, used_at))
+            else:
+                link.framed.close()
 
 
 def soonest(holders: Sequence[Holder], nbytes: int, now: float) -> int:

@@ -44,10 +44,12 @@ from lookup_buffer.protocol.tls import (
     Tls,
     TlsRefused,
     TlsSocket,
+    Trust,
     check_names,
     explained,
     is_reader,
     name_refusal,
+    trust_of,
 )
 from lookup_buffer.times import PEER_CONNECT_SECONDS
 from store import Location
@@ -59,8 +61,6 @@ ROLES: Final = (TENSORS, HANDOFFS, REACHABILITY)
 """What a connection between nodes is for; the last one since version 5."""
 HANDSHAKE_SECONDS: Final = 2.0
 """Bound on an accepted handshake."""
-EXCLUDED_SECONDS: Final = 60.0
-"""So long after the files of TLS have changed, connections of before are closed."""
 THREADS_IDLE_SECONDS: Final = 60.0
 """Threads without work for so long end: a burst or a fault may have needed many."""
 _READ_BYTES: Final = 64 << 10
@@ -137,19 +137,11 @@ class Credentials(NamedTuple):
     tls: Tls | None = None
     """Then it speaks with nodes at tls:// addresses only, otherwise with none of those."""
 
-
-class Rotation:
-    """Notices that other files of TLS are in use: whose certificate was accepted before may be
-    excluded now."""
-
-    def __init__(self, tls: Tls | None) -> None:
-        self._tls = tls
-        self._seen = tls.refresh() if tls else None
-
-    def has_happened(self) -> bool:
-        """Since the last call."""
-        before, self._seen = self._seen, self._tls.refresh() if self._tls else None
-        return self._seen is not before
+    def tick(self) -> None:
+        """Notice changed files of TLS: whose certificate counted before may be excluded now. To be
+        called a few times a second, before those who ask the `trust` of their connections."""
+        if self.tls is not None:
+            self.tls.tick()
 
 
 class Link(NamedTuple):
@@ -160,6 +152,8 @@ class Link(NamedTuple):
     macs: Macs | None
     version: int
     """Of the protocol: the newest one that both nodes speak."""
+    trust: Trust = Trust()
+    """Whose owner asks it: an excluded node would use this connection for as long as it likes."""
 
     def framed(self) -> FramedSocket:
         """For the threads that move bytes."""
@@ -190,6 +184,7 @@ async def dial(
         raise TlsRefused(_other_scheme(endpoint))
     boot = "" if role == TENSORS else location.boot
     purpose = Purpose(role, endpoint, location.node, boot, tls.node if tls else "")
+    trust = Trust()
     async with _translated(f"no connection to {endpoint} in time", PEER_CONNECT_SECONDS):
         stream = await _connected(loop, host, port)
         if tls is not None:
@@ -197,8 +192,9 @@ async def dial(
             if role != REACHABILITY and is_reader(secured):
                 secured.close()
                 raise TlsRefused(_OF_READER.format(role))
+            trust = trust_of(secured)
         agreement = await _agree(loop, stream, client_dialogue(token, purpose))
-    return Link(stream, purpose, agreement.macs, agreement.version)
+    return Link(stream, purpose, agreement.macs, agreement.version, trust)
 
 
 def _other_scheme(endpoint: str) -> str:
@@ -220,12 +216,13 @@ async def greet(
             not count here, or is not of the node that it says it is, or of one that only reads.
         PipeError, ProtocolError: it is too slow, has gone, or does not speak this protocol.
     """
+    trust = Trust()
     async with _translated("no handshake in time", HANDSHAKE_SECONDS):
         if credentials.tls is not None:
             stream = secured = await _accepted_by_tls(loop, stream, credentials.tls)
-            accepts = _of_certified(secured, accepts)
+            accepts, trust = _of_certified(secured, accepts), trust_of(secured)
         agreement = await _agree(loop, stream, server_dialogue(credentials.token, accepts))
-    return Link(stream, agreement.purpose, agreement.macs, agreement.version)
+    return Link(stream, agreement.purpose, agreement.macs, agreement.version, trust)
 
 
 @asynccontextmanager

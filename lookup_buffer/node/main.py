@@ -193,7 +193,7 @@ class Node:
         self._loop = loop = asyncio.SelectorEventLoop(self._selector)
         self._arena = arena = Arena(config.capacity_bytes, self._changed)
         self._pools = Pools(arena)
-        credentials = _credentials(config)
+        self._credentials = credentials = _credentials(config)
         handoffs = Handoffs(loop, arena, counters, config.handoff_lease_seconds)
         self._askers = Askers(loop, handoffs, counters)
         self._peers = PeerServer(loop, arena, counters, credentials, self._missed, self._askers)
@@ -299,8 +299,10 @@ class Node:
         self._tasks.own(self._loop.create_task(self._tick()))
 
     async def _tick(self) -> None:
-        """Check for dead nodes, for what is idle here, and for a node that is idle as a whole."""
-        parts = (self._directory, self._locator, self._owners, self._fetcher, self._peers)
+        """Check for dead nodes, for what is idle here, for certificates that count no more, and for
+        a node that is idle as a whole."""
+        connections = (self._owners, self._fetcher, self._peers)
+        parts = (self._credentials, self._directory, self._locator, *connections)
         while True:
             for part in parts:
                 try:

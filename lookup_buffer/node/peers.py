@@ -28,14 +28,12 @@ from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Askers
 from lookup_buffer.node.items import Pin
 from lookup_buffer.node.links import (
-    EXCLUDED_SECONDS,
     HANDOFFS,
     REACHABILITY,
     ROLES,
     TENSORS,
     Credentials,
     Link,
-    Rotation,
     ThreadPool,
     call_from_thread,
     greet,
@@ -47,6 +45,7 @@ from lookup_buffer.protocol.auth import Purpose
 from lookup_buffer.protocol.fields import is_count, is_fingerprint, is_key_text, is_text
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
+from lookup_buffer.protocol.tls import Trust
 from lookup_buffer.times import PEER_IDLE_SECONDS, PEER_PROGRESS_SECONDS
 
 if TYPE_CHECKING:
@@ -118,10 +117,8 @@ class PeerServer:
     """The handshakes in progress, the oldest first, and the hosts that they are with."""
     _readers: "set[Reader]" = field(default_factory=set)
     _senders: ThreadPool = field(default_factory=lambda: ThreadPool(SENDERS_MAX, "lb-send"))
-    _rotation: Rotation = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._rotation = Rotation(self.credentials.tls)
+    _trusts: dict[Connection, Trust] = field(default_factory=dict)
+    """Of the connections for tensors and hand-offs; those for `doctor` end soon in any case."""
 
     def listen(self, address: str) -> str:
         """Bind; returns the address with the actual port.
@@ -139,13 +136,12 @@ class PeerServer:
         self._accept_more()
 
     def tick(self) -> None:
-        """Close connections without a request for PEER_IDLE_SECONDS, and those of certificates of
-        before; end idle threads. To be called now and then."""
+        """Close connections without a request for PEER_IDLE_SECONDS, and those whose certificates
+        have not counted for a while; end idle threads. To be called now and then."""
         self._senders.tick()
-        if self._rotation.has_happened():
-            readers = (reader.connection for reader in self._readers)
-            accepted = [*readers, *self.askers.connections()]
-            self.loop.call_later(EXCLUDED_SECONDS, _end_all, accepted)
+        self._trusts = {one: trust for one, trust in self._trusts.items() if one.open}
+        for connection in [one for one, trust in self._trusts.items() if trust.is_over()]:
+            connection.end(None)
         bound = self.loop.time() - PEER_IDLE_SECONDS
         for reader in [one for one in self._readers if not one.is_busy and one.used_at < bound]:
             reader.end()
@@ -224,7 +220,7 @@ class PeerServer:
         elif not self._make_place(link.purpose.client):
             link.stream.close()
         elif link.purpose.role == HANDOFFS:
-            self.askers.admit(link)
+            self._trusts[self.askers.admit(link)] = link.trust
         else:
             self._read(link)
 
@@ -234,9 +230,12 @@ class PeerServer:
 
     def _read(self, link: Link) -> None:
         try:
-            self._readers.add(Reader(self, link))
+            reader = Reader(self, link)
         except OSError:  # no free descriptor
             link.stream.close()
+            return
+        self._readers.add(reader)
+        self._trusts[reader.connection] = link.trust
 
     def _make_place(self, client: str) -> bool:
         """Whether there is a place for one more connection, if need be that of an idle one; of the
@@ -344,11 +343,6 @@ class PeerServer:
         if isinstance(error, ProtocolError):
             self.counters.add("protocol_errors")
         self._readers.discard(reader)
-
-
-def _end_all(accepted: Iterable[Connection]) -> None:
-    for one in accepted:
-        one.end(None)
 
 
 class Reader:

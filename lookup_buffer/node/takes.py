@@ -51,6 +51,7 @@ from lookup_buffer.protocol.messages import (
     Request,
     Take,
 )
+from lookup_buffer.protocol.tls import Trust
 from lookup_buffer.times import (
     CALL_SECONDS,
     LEASE_ANSWER_SECONDS,
@@ -78,6 +79,8 @@ class Owner:
     endpoint: str
     loop: asyncio.AbstractEventLoop
     credentials: Credentials
+    trust: Trust = field(default_factory=Trust)
+    """That of the connection."""
     _used_until: float = 0.0
     """The end of the last lease on it, or the time of the last message."""
     _connection: Connection | None = None
@@ -93,9 +96,11 @@ class Owner:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no requests or leases, and has had none for OWNER_IDLE_SECONDS."""
+        """Whether it has no requests or leases, and has had none for OWNER_IDLE_SECONDS; if the
+        certificate there does not count any more, whether it has none now."""
+        seconds = OWNER_IDLE_SECONDS if self.trust.counts() else 0.0
         is_used = self._asked or self._transfers
-        return not is_used and self.loop.time() > self._used_until + OWNER_IDLE_SECONDS
+        return not is_used and self.loop.time() > self._used_until + seconds
 
     async def take(self, address: QualifiedKey, until: float) -> OwnerReply:
         """Take the item at `address`, or queue for it until `until`, by the loop's clock.
@@ -182,6 +187,7 @@ class Owner:
         except (LookupBufferError, ValueError):  # the endpoint is no address
             self._unreached()
             return
+        self.trust = link.trust
         self._connection = connection = Connection(
             self.loop, link.stream, self._on_message, lambda *_: self._unreached(), link.macs
         )
@@ -190,7 +196,7 @@ class Owner:
 
     def _unreached(self) -> None:
         """The connection could not be made, or ended."""
-        self._connection = None
+        self._connection, self.trust = None, Trust()
         self._failures += 1
         self._not_before = self.loop.time() + again_seconds(self._failures)
         self._answer_all(UNREACHED)
@@ -240,11 +246,12 @@ class Owners:
         return owner
 
     def tick(self) -> None:
-        """Close the connections to dead nodes, and idle ones. To be called a few times a second."""
+        """Close the connections to dead nodes, idle ones, and those whose certificates do not count
+        any more. To be called a few times a second."""
         for owner in list(self._owners.values()):
             if self.directory.is_replaced(owner.location):
                 self._end(owner, GONE)
-            elif owner.is_idle or self.directory.is_dead(owner.location):
+            elif owner.is_idle or owner.trust.is_over() or self.directory.is_dead(owner.location):
                 self._end(owner, UNREACHED)
 
     def close(self) -> None:

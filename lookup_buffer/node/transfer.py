@@ -44,10 +44,11 @@ from lookup_buffer.node.holders import (
     PAUSE_SECONDS_MIN,
     TIMEOUTS_MAX,
     Holder,
+    HolderLink,
     soonest,
 )
 from lookup_buffer.node.items import Item, Pin
-from lookup_buffer.node.links import EXCLUDED_SECONDS, TENSORS, Credentials, Rotation, dial
+from lookup_buffer.node.links import TENSORS, Credentials, dial
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.receive import Busy, Receiver
 from lookup_buffer.node.storage import Breaker
@@ -213,11 +214,9 @@ class Fetcher:
     their leases end."""
     _fetches: "set[asyncio.Task[None]]" = field(default_factory=set)
     _receiver: Receiver = field(init=False)
-    _rotation: Rotation = field(init=False)
 
     def __post_init__(self) -> None:
         self._receiver = Receiver(self.loop)
-        self._rotation = Rotation(self.credentials.tls)
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Fetch each from the first holder that delivers; those of one holder are requested
@@ -240,13 +239,13 @@ class Fetcher:
         return True
 
     def tick(self) -> None:
-        """Close connections and end threads that are not used, and connections to certificates of
-        before. To be called now and then."""
+        """Close connections and end threads that are not used, and connections whose certificates
+        do not count any more. To be called now and then."""
         self._receiver.tick()
-        if self._rotation.has_happened():
-            self.loop.call_later(EXCLUDED_SECONDS, self._close_links)
-        since = self.loop.time() - LINK_IDLE_SECONDS
+        now = self.loop.time()
+        since = now - LINK_IDLE_SECONDS
         for name, holder in list(self._holders.items()):
+            holder.end_uses(now)
             holder.close_links(since)
             if not holder.users and holder.used_at < since:
                 del self._holders[name]
@@ -254,12 +253,9 @@ class Fetcher:
     def close(self) -> None:
         for fetch in self._fetches:
             fetch.cancel()
-        self._close_links()
-        self._receiver.close()
-
-    def _close_links(self) -> None:
         for holder in self._holders.values():
             holder.close_links(math.inf)
+        self._receiver.close()
 
     def _holder_of(self, one: Wanted, source: Source) -> Holder:
         location, endpoint = source
@@ -374,7 +370,8 @@ class Fetcher:
         more with a new one."""
         if (link := holder.idle_link()) is not None:
             try:
-                await receive(link)
+                async with holder.using(link) as framed:
+                    await receive(framed)
                 return
             except PipeError:  # a kept connection may have ended, also silently, and others with it
                 if has_begun():
@@ -382,7 +379,8 @@ class Fetcher:
                 holder.close_links(math.inf)
         dialled = await dial(self.loop, *source, TENSORS, self.credentials)
         holder.version = dialled.version
-        await receive(dialled.framed())
+        async with holder.using(HolderLink(dialled.framed(), dialled.trust)) as framed:
+            await receive(framed)
 
     async def _receive_over(self, link: FramedSocket, holder: Holder, batch: FetchBatch) -> None:
         """Request the batch and receive it. What comes early is settled before the rest comes.
@@ -413,7 +411,6 @@ class Fetcher:
         ended = self.loop.time()
         holder.pace.received(nbytes, ended - began, ended)
         holder.doubts.succeeded()
-        holder.links.append((link, ended))
 
     async def _receive(
         self, link: FramedSocket, one: Wanted, started: float, answer: object, nbytes: int
@@ -523,7 +520,6 @@ class Fetcher:
             link.abort()
             parts.put_back(asked)
             raise
-        holder.links.append((link, self.loop.time()))
 
     def _memory_of(self, parts: Parts, part: range, answer: object, nbytes: int) -> memoryview:
         """Of the part that this answer announces; the first one reserves that of the whole."""

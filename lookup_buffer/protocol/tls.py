@@ -3,8 +3,9 @@
 `Tls` has what a node proves itself with, and by whom others must be certified: for the files of
 `BufferConfig`. A certificate names its node, so a certified node can pose as no other. One with the
 name READER, too, is that of a node that only reads. TLS 1.3 only. `TlsSocket` takes the place of a
-plain socket in all code above. Contexts are used on the loop's thread; for those of sockets see
-there.
+plain socket in all code above. `Trust` says how long a connection's certificate counts after its
+handshake, which OpenSSL does not ask again. Contexts are used on the loop's thread; for those of
+sockets see there.
 """
 
 import errno
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 from lookup_buffer.config import TLS_FILES, TlsFiles
@@ -35,6 +37,9 @@ _TIMEVAL: Final = struct.Struct("@ll")
 _NAMES: Final = ("DNS", "URI")
 READER: Final = "lookup-buffer:reader"
 """A URI name in the certificate of a node that only reads. No node has such an id."""
+EXCLUDED_SECONDS: Final = 60.0
+"""So long after a certificate has ceased to count, connections by it are ended, whatever they do.
+Until then other nodes have time to replace theirs, and hand-offs to be acknowledged."""
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -60,6 +65,8 @@ class TlsSocket(ssl.SSLSocket):
         self._counting = threading.Lock()
         return self
 
+    contexts: "_Contexts"
+    """What it was made with; of a socket that `Tls` has made."""
     _turn: "_Turn"
     _waits: bool
     _seconds: dict[int, float]
@@ -166,13 +173,43 @@ class _Turn:
         self._now.release()
 
 
-class _Contexts(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Contexts:
+    """Of one state of the files."""
+
     dials: ssl.SSLContext
     accepts: ssl.SSLContext
+    authorities: list[dict[str, Any]]
+    """Their certificates, as `getpeercert` returns one."""
     expires: float = 0.0
     """When this node's certificate does, in seconds of the epoch."""
     authority_expires: float = 0.0
     """The same of the authority that signed it: see `_authority_expires`."""
+    replaced_at: float = math.inf
+    """When those of changed files took their place, by `time.monotonic`."""
+
+
+class Trust(NamedTuple):
+    """How long the certificate counts with which the other end of a connection proved itself. By
+    default, as without TLS, for ever."""
+
+    contexts: _Contexts | None = None
+    """By which it was verified. Those of changed files may exclude it."""
+    expires: float = math.inf
+    """In seconds of the epoch."""
+
+    def counts(self) -> bool:
+        """Whether the connection may be used for something new."""
+        return self._lapsed_seconds() < 0.0
+
+    def is_over(self) -> bool:
+        """Whether the connection has to end, whatever it does."""
+        return self._lapsed_seconds() >= EXCLUDED_SECONDS
+
+    def _lapsed_seconds(self) -> float:
+        """For how long it has not counted; negative while it does."""
+        replaced_at = math.inf if self.contexts is None else self.contexts.replaced_at
+        return max(time.monotonic() - replaced_at, time.time() - self.expires)
 
 
 class Tls:
@@ -203,11 +240,13 @@ class Tls:
 
     def dialled(self, stream: socket.socket) -> TlsSocket:
         """`stream`, newly connected, for TLS; its handshake follows. It is closed on any error."""
-        return _wrapped(stream, self._current().dials, server_side=False)
+        contexts = self._current()
+        return _wrapped(stream, contexts, contexts.dials, server_side=False)
 
     def accepted(self, stream: socket.socket) -> TlsSocket:
         """The accepting side of `dialled`."""
-        return _wrapped(stream, self._current().accepts, server_side=True)
+        contexts = self._current()
+        return _wrapped(stream, contexts, contexts.accepts, server_side=True)
 
     def connected(self, stream: socket.socket, node: str, timeout: float) -> TlsSocket:
         """`stream`, newly connected to `node`, after the handshake of TLS on the caller's thread,
@@ -229,19 +268,22 @@ class Tls:
             raise
         return secured
 
-    def refresh(self) -> object:
-        """Read changed files. What it returns is another object after each change."""
-        return self._current()
+    def tick(self) -> None:
+        """Read changed files, also while there are no new connections: see `Trust`. To be called a
+        few times a second."""
+        self._current()
 
     def _current(self) -> _Contexts:
         stamps = self._read_stamps()
         if stamps != self._stamps:
             self._stamps = stamps
             try:
-                self._contexts = _contexts(self._files, self.node, read_only=self._read_only)
+                changed = _contexts(self._files, self.node, read_only=self._read_only)
             except ConfigError as error:
                 _log.warning("changed files are not used until they change again: %s", error)
             else:
+                self._contexts.replaced_at = time.monotonic()
+                self._contexts = changed
                 _log.info("the changed files of TLS are used from now on")
         return self._contexts
 
@@ -276,6 +318,15 @@ def is_reader(stream: TlsSocket) -> bool:
     return READER in _names(stream.getpeercert())
 
 
+def trust_of(stream: TlsSocket) -> Trust:
+    """How long the certificate of the other end counts, after the handshake: until it expires or
+    its authority does, or until the files change."""
+    certificate: dict[str, Any] = stream.getpeercert() or {}
+    expires = ssl.cert_time_to_seconds(certificate["notAfter"])
+    by_authority = _authority_expires(stream.contexts.authorities, certificate)
+    return Trust(stream.contexts, min(expires, by_authority))
+
+
 def explained(error: ssl.SSLError) -> str:
     """Why TLS with the other end failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -286,7 +337,9 @@ def explained(error: ssl.SSLError) -> str:
     return f"no TLS with it: {(error.reason or 'the connection ended').lower().replace('_', ' ')}"
 
 
-def _wrapped(stream: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> TlsSocket:
+def _wrapped(
+    stream: socket.socket, contexts: _Contexts, context: ssl.SSLContext, *, server_side: bool
+) -> TlsSocket:
     try:
         stream.setblocking(False)
         secured = context.wrap_socket(
@@ -296,6 +349,7 @@ def _wrapped(stream: socket.socket, context: ssl.SSLContext, *, server_side: boo
         stream.close()
         raise
     assert isinstance(secured, TlsSocket)
+    secured.contexts = contexts
     return secured
 
 
@@ -324,17 +378,20 @@ def _contexts(files: TlsFiles, node: str, *, read_only: bool) -> _Contexts:
     for context in (dials, accepts):
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.sslsocket_class = TlsSocket
-    own = _checked_own(_Contexts(dials, accepts), files, node, read_only=read_only)
-    expires = ssl.cert_time_to_seconds(own["notAfter"])
-    return _Contexts(dials, accepts, expires, _authority_expires(dials, own))
+    contexts = _Contexts(dials, accepts, dials.get_ca_certs())
+    own = _checked_own(contexts, files, node, read_only=read_only)
+    contexts.expires = ssl.cert_time_to_seconds(own["notAfter"])
+    contexts.authority_expires = _authority_expires(contexts.authorities, own)
+    return contexts
 
 
-def _authority_expires(dials: ssl.SSLContext, own: dict[str, Any]) -> float:
-    """When the last of those expires that may have signed this node's certificate; or when that
-    does, where the file lists only certificates that may sign none."""
-    known = dials.get_ca_certs()
-    signers = [one for one in known if one["subject"] == own["issuer"]] or known or [own]
-    return max(ssl.cert_time_to_seconds(str(one["notAfter"])) for one in signers)
+def _authority_expires(known: list[dict[str, Any]], certificate: dict[str, Any]) -> float:
+    """When the last of those `known` expires that may have signed a certificate; or when that does,
+    where the file lists only certificates that may sign none."""
+    signers = [one for one in known if one["subject"] == certificate["issuer"]]
+    return max(
+        ssl.cert_time_to_seconds(one["notAfter"]) for one in signers or known or [certificate]
+    )
 
 
 def _checked_own(

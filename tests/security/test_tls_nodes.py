@@ -34,7 +34,7 @@ from lookup_buffer.node.links import HANDOFFS, TENSORS, Credentials, dial
 from lookup_buffer.protocol.auth import Purpose, connect, request_handshake
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.protocol.tls import Tls, TlsSocket
-from node_certificates import DAY, Files, settings_of
+from node_certificates import DAY, Files, install, settings_of
 from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_until, with_store
 from patience import scaled
 from store import Location, open_store
@@ -426,15 +426,6 @@ def rotated(tmp_path: Path) -> Path:
     return folder
 
 
-def install(files: TlsFiles, folder: Path) -> TlsFiles:
-    """Replace the files of a node by `files`, one after the other."""
-    for source in files:
-        draft = folder / "draft"
-        shutil.copy(source, draft)
-        draft.replace(folder / f"{source.name}")
-    return TlsFiles(*(folder / source.name for source in files))
-
-
 def test_changed_files_are_used_without_a_restart(
     start_node: StartNode, ours: Files, others: Files, start_server: Any, rotated: Path
 ) -> None:
@@ -464,7 +455,7 @@ def test_connections_of_an_excluded_node_end_soon(
 ) -> None:
     """Whatever it uses them for: it would read tensors, and take hand-offs, for as long as it
     likes."""
-    sooner = "import lookup_buffer.node.peers as p; p.EXCLUDED_SECONDS = 1.0"
+    sooner = "from lookup_buffer.protocol import tls; tls.EXCLUDED_SECONDS = 1.0"
     node = start_node(prelude=sooner, **settings_of(install(ours.of("rot-a"), rotated), "rot-a"))
     with_store(node)
     endpoint, credentials = endpoint_of(node), Credentials(None, Tls(ours.of("gone"), "gone"))

@@ -1,6 +1,7 @@
 """Certificates of nodes for tests, by the authority that `lookup-buffer certificates` makes."""
 
 import datetime
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,15 @@ class Files:
 
     def tls(self, node: str, *, reader: bool = False) -> Tls:
         return Tls(self.of(node, reader=reader), node, read_only=reader)
+
+
+def install(files: TlsFiles, folder: Path) -> TlsFiles:
+    """Replace the files of a node by `files`, one after the other."""
+    for source in files:
+        draft = folder / "draft"
+        shutil.copy(source, draft)
+        draft.replace(folder / f"{source.name}")
+    return TlsFiles(*(folder / source.name for source in files))
 
 
 def settings_of(files: TlsFiles, node: str) -> dict[str, Any]:

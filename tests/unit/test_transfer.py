@@ -33,6 +33,7 @@ from lookup_buffer.node.storage import Breaker
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
 from lookup_buffer.protocol.auth import PROTOCOL_VERSION
 from lookup_buffer.protocol.header import PayloadHeader, TensorHeader
+from lookup_buffer.protocol.tls import Trust
 from store import Location, Record
 
 NAMESPACE = "f" * 64
@@ -108,6 +109,7 @@ class Link:
 
 class Dialled:
     version = PROTOCOL_VERSION
+    trust = Trust()
 
     def __init__(self, link: Link) -> None:
         self._link = link
