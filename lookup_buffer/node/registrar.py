@@ -128,6 +128,7 @@ class Registrar:
     """The next walk of the inventory is due so long after the last one began."""
     _failovers: int = 0
     _missed_left: int = MISSED_MAX
+    _version: str = field(init=False)
     _descriptions: Descriptions = field(init=False)
     _invalidations: Invalidations = field(init=False)
     _failures: FailureLog = field(init=False)
@@ -142,6 +143,7 @@ class Registrar:
         self._beat_at = self._walked_at = clock()
         self._invalidations = Invalidations(self.loop, self.arena)
         self._failures = FailureLog(clock)
+        self._version = distribution_version()  # which reads files: later there may be none free
         self._descriptions = Descriptions(self.loop, self._failures)
         self._tasks = PeriodicTasks(
             self._failures,
@@ -482,7 +484,7 @@ class Registrar:
                 boot=self.identity.boot,
                 endpoint=self.identity.endpoint,
                 host=socket.gethostname(),
-                version=distribution_version(),
+                version=self._version,
                 capacity_bytes=gauges.capacity_bytes,
                 used_bytes=gauges.used_bytes,
                 items=gauges.items,
