@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from store.answers import (
+    COUNTER_MAX,
     GONE_SECONDS,
     INVALIDATIONS_MAX,
     NODES_MAX,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from redis.credentials import CredentialProvider
 
 __all__ = [
+    "COUNTER_MAX",
     "DEVICE",
     "GONE_SECONDS",
     "INVALIDATIONS_MAX",

@@ -153,6 +153,8 @@ NODES_MAX = 16_384
 """Nodes that a store lists at most. Who can write it may add any number."""
 INVALIDATIONS_MAX = 16_384
 """The same of invalidated namespaces."""
+COUNTER_MAX = 2**63 - 1
+"""What a counter is at most: it stays there. Servers, and messages, have integers of 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)

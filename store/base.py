@@ -409,7 +409,10 @@ class BrowsableStore(MetadataStore):
 
     @abstractmethod
     async def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
-        """Add to a node's counters, kept for a week. Raises StoreFull."""
+        """Add to a node's counters, kept for a week. A counter stays at COUNTER_MAX.
+
+        Raises StoreFull.
+        """
 
     @abstractmethod
     async def note_failures(self, failures: Sequence[Failure]) -> None:

@@ -42,7 +42,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 
-from store.answers import Beat, Failure, NodeInfo, ServerInfo
+from store.answers import COUNTER_MAX, Beat, Failure, NodeInfo, ServerInfo
 from store.record import SAFE_NAME, PoolEndpoint
 
 VERSION = "1"
@@ -61,7 +61,6 @@ HITS_MAX = 10_000
 # ':' would be safe too, but in a name it separates the parts for readers.
 _SPELLED_CHARACTERS_MAX = 128
 _SAFE_KEY = re.compile(rf"[A-Za-z0-9._%#@=+,/-]{{1,{_SPELLED_CHARACTERS_MAX}}}\Z")
-_COUNTER_LIMIT = 2**63  # the server's counters are signed 64-bit integers
 _COUNTER_NAME = re.compile(rb"[a-z0-9_]{1,64}")
 _COUNTERS_MAX = 512  # a node has about 100
 _NAME_BYTES_MAX = 128  # see SAFE_NAME
@@ -234,7 +233,7 @@ def read_counters(fields: Mapping[bytes, bytes]) -> dict[str, int]:
             count = int(value)
         except ValueError:
             continue
-        if 0 <= count < _COUNTER_LIMIT and _COUNTER_NAME.fullmatch(name):
+        if 0 <= count <= COUNTER_MAX and _COUNTER_NAME.fullmatch(name):
             counters[name.decode()] = count
     return counters
 

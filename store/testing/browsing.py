@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from store import BlockingStore, Failure, NodeInfo, Withdrawing
+from store import COUNTER_MAX, BlockingStore, Failure, NodeInfo, Withdrawing
 from store.testing.samples import BOOT, ODD_KEYS, OTHER_BOOT, StoreContract, a_location, a_record
 
 
@@ -116,6 +116,13 @@ class BrowsingContract(StoreContract):
         assert store.hits(namespace, ["b", "missing", "a"]) == [40, 0, 2]
         assert store.hits(namespace, []) == []
         assert store.stats() == {"node-1": {"hits_local": 6, "bytes": 1 << 41}}
+
+    def test_a_counter_stays_at_its_most(self, store: BlockingStore) -> None:
+        store.beat("node-1", BOOT, 1)
+        store.add_stats("node-1", {"first": 1, "hits": COUNTER_MAX, "last": 1})
+        for _ in range(2):
+            store.add_stats("node-1", {"first": 1, "hits": COUNTER_MAX, "last": 1})
+        assert store.stats() == {"node-1": {"first": 3, "hits": COUNTER_MAX, "last": 3}}
 
     def test_only_the_most_hit_keys_are_kept(self, store: BlockingStore, namespace: str) -> None:
         store.add_hits(namespace, {f"rare-{n}": 1 for n in range(9_999)})

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from store.answers import (
+    COUNTER_MAX,
     GONE_SECONDS,
     Beat,
     ClaimAnswer,
@@ -240,7 +241,7 @@ class InMemoryStore(BrowsableStore):
         with self._open():
             kept = self._stats.get(node) or {}
             for name, count in counters.items():
-                kept[name] = kept.get(name, 0) + count
+                kept[name] = min(kept.get(name, 0) + count, COUNTER_MAX)
             self._stats.put(node, kept, STATS_SECONDS)
 
     async def stats(self) -> dict[str, dict[str, int]]:
