@@ -4,8 +4,16 @@ import time
 
 import pytest
 
-from store import COUNTER_MAX, BlockingStore, Failure, NodeInfo, Withdrawing
-from store.testing.samples import BOOT, ODD_KEYS, OTHER_BOOT, StoreContract, a_location, a_record
+from store import COUNTER_MAX, BlockingStore, Failure, Invalidation, NodeInfo, Withdrawing
+from store.testing.samples import (
+    BOOT,
+    ODD_KEYS,
+    OTHER_BOOT,
+    StoreContract,
+    a_location,
+    a_mark,
+    a_record,
+)
 
 
 class BrowsingContract(StoreContract):
@@ -87,10 +95,13 @@ class BrowsingContract(StoreContract):
                 store.publish(a_record(namespace, key), a_location(node))
         store.publish(a_record("other", "k0"), a_location())
         before = store.invalidations()
-        store.mark_invalid(namespace, 17.5)
-        assert store.invalidations() == before | {namespace: 17.5}
-        store.mark_invalid(namespace, 18.25)
-        assert store.invalidations()[namespace] == 18.25
+        first, second = a_mark(18), a_mark(17)
+        store.mark_invalid(namespace, first)
+        assert store.invalidations() == before | {namespace: first}
+        store.mark_invalid(namespace, second)
+        assert store.invalidations()[namespace] == second, "the last one, whatever its time"
+        with pytest.raises(ValueError):
+            store.mark_invalid(namespace, Invalidation("no hex digits", 1))
         assert store.clear(namespace) == len(keys)
         assert store.clear(namespace) == 0
         assert store.locate(namespace, keys) == [None] * len(keys)

@@ -44,6 +44,7 @@ from store import (
     open_store,
 )
 from store.record_fields import read_record
+from store.testing.samples import a_mark
 from virtual_loop import VirtualLoop
 
 
@@ -370,12 +371,43 @@ def test_invalidations_of_what_a_node_does_not_have_cost_no_walk_over_its_items(
     try:
         invalidations = Invalidations(VirtualLoop(), arena, lambda: 0.0)
         for number in range(1000):
-            store.mark_invalid(f"ghost-{number}", 1.0)
+            store.mark_invalid(f"ghost-{number}", a_mark())
         at_once(invalidations.apply(awaited(store)))
         at_once(invalidations.apply(awaited(store)))
     finally:
         arena.close()
     assert arena.walks == 0
+
+
+FAR_FUTURE = "0123456789abcdef:999999999999"
+
+
+def test_no_mark_keeps_the_operator_from_removing_tensors(
+    start_server: StartServer, start_node: StartNode
+) -> None:
+    """Not one of a far future, nor one that is no mark, in the store or removed from it again."""
+    url, space = start_server().url, Namespace.named("tests").fingerprint
+    node = start_node(store_url=url)
+    wait_until(lambda: node.stats()["store_up"], 10.0)
+
+    def is_removed_by_the_operator() -> bool:
+        name = key()
+        client.insert(name, tensor_of("wrong", 1000))
+        done = run("invalidate", space, "--store-url", url)
+        assert (done.returncode, done.stderr) == (0, "")
+        wait_until(lambda: not client.has_caches([name])[0], 10.0)
+        return True
+
+    with node.client() as client:
+        for forged in (FAR_FUTURE, "1e300", "nan", ""):
+            name = key()
+            client.insert(name, tensor_of("x", 1000))
+            command(url, "HSET", layout.INVALID, space, forged)
+            if forged == FAR_FUTURE:  # he can remove what is there, once
+                wait_until(lambda: not client.has_caches([name])[0], 10.0)  # noqa: B023
+            assert is_removed_by_the_operator()
+            command(url, "HDEL", layout.INVALID, space)
+            assert is_removed_by_the_operator()
 
 
 def test_counters_have_names_of_counters() -> None:
