@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from store.answers import (
+    COUNTER_MAX,
     GONE_SECONDS,
     INVALIDATIONS_MAX,
     NODES_MAX,
@@ -19,6 +20,7 @@ from store.answers import (
     ClaimState,
     Failure,
     GoneReason,
+    Invalidation,
     NodeInfo,
     Publication,
     Publishing,
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from redis.credentials import CredentialProvider
 
 __all__ = [
+    "COUNTER_MAX",
     "DEVICE",
     "GONE_SECONDS",
     "INVALIDATIONS_MAX",
@@ -78,6 +81,7 @@ __all__ = [
     "Failure",
     "Found",
     "GoneReason",
+    "Invalidation",
     "Location",
     "MetadataStore",
     "NodeInfo",

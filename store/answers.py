@@ -1,11 +1,14 @@
 """Arguments and results of a store's operations, except records."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
 from store.record import POOLS_MAX, DeviceLocation, Location, PoolEndpoint, Record, check_node
+
+_INVALIDATION = re.compile(r"([0-9a-f]{16}):([0-9]{1,12})\Z")
 
 
 class Publication(Enum):
@@ -153,6 +156,40 @@ NODES_MAX = 16_384
 """Nodes that a store lists at most. Who can write it may add any number."""
 INVALIDATIONS_MAX = 16_384
 """The same of invalidated namespaces."""
+COUNTER_MAX = 2**63 - 1
+"""What a counter is at most: it stays there. Servers, and messages, have integers of 64 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invalidation:
+    """The mark of an invalidated namespace.
+
+    Nodes heed each `id` once. So a mark that a snapshot brings back removes nothing again, and none
+    hides a later one, whatever its time.
+    """
+
+    id: str
+    """16 random hex digits."""
+    at: int
+    """The wall clock of who set it, in seconds since 1970: only for nodes that have just started,
+    and for people."""
+
+    @property
+    def text(self) -> str:
+        """The stored form."""
+        return f"{self.id}:{self.at}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Invalidation":
+        """The reverse of `text`. Raises ValueError for other text."""
+        match = _INVALIDATION.match(text)
+        if not match:
+            raise ValueError("not a mark of an invalidation: 16 hex digits and a time are allowed")
+        return cls(match[1], int(match[2]))
+
+    def check(self) -> None:
+        """Raise ValueError unless the store may hold this mark."""
+        self.parse(self.text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from store.answers import (
     Departure,
     Examined,
     Failure,
+    Invalidation,
     NodeInfo,
     Publication,
     Publishing,
@@ -337,8 +338,8 @@ class MetadataStore(ABC):
         reached, StoreUnavailable is raised.
         """
 
-    async def invalidations(self) -> dict[str, float]:
-        """Return the last mark of each namespace, in seconds since 1970: see `mark_invalid`.
+    async def invalidations(self) -> dict[str, Invalidation]:
+        """Return the last mark of each namespace: see `mark_invalid`.
 
         Of more than INVALIDATIONS_MAX namespaces, any so many.
         """
@@ -409,23 +410,27 @@ class BrowsableStore(MetadataStore):
 
     @abstractmethod
     async def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
-        """Add to a node's counters, kept for a week. Raises StoreFull."""
+        """Add to a node's counters, kept for a week. A counter stays at COUNTER_MAX.
+
+        Raises StoreFull.
+        """
 
     @abstractmethod
     async def note_failures(self, failures: Sequence[Failure]) -> None:
         """Store the last failed fetch of each key for an hour, for people. Raises StoreFull."""
 
     @abstractmethod
-    async def mark_invalid(self, namespace: str, at: float) -> None:
-        """Order all nodes to drop their items of the namespace; kept for a week.
+    async def mark_invalid(self, namespace: str, mark: Invalidation) -> None:
+        """Order all nodes to drop their items of the namespace; kept for a week, in place of its
+        last mark.
 
-        `at` is the wall clock in seconds since 1970. On its first read a node ignores marks that
-        are older than its own start. After that, a different `at` is a new mark. Raises StoreFull.
+        A node heeds each mark once; of those that it finds when it reads for the first time, the
+        ones that are not older than its own start by more than a minute. Raises StoreFull.
         """
 
     @abstractmethod
-    async def invalidations(self) -> dict[str, float]:
-        """Return the last mark of each namespace, in seconds since 1970."""
+    async def invalidations(self) -> dict[str, Invalidation]:
+        """Return the last mark of each namespace."""
 
     @abstractmethod
     async def node_ages(self, nodes: Sequence[str]) -> dict[str, float]:

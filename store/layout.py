@@ -21,7 +21,7 @@ may rely on it. The fields of a record are in `record_fields`.
 |                        |               | claims, pools                                          |
 | lb:left:<node>         | STRING, 1 day | <reason>:<boot>: how a node ended (stopped, died)      |
 | lb:ns:<ns>             | HASH, 7 days  | the parts of the namespace in clear text               |
-| lb:invalid             | HASH, 7 days  | <ns> = wall clock of its invalidation                  |
+| lb:invalid             | HASH, 7 days  | <ns> = id:seconds since 1970, of its invalidation      |
 | lb:hits:<ns>           | ZSET, 7 days  | hits per key, the 10,000 highest                       |
 | lb:stats:<node>        | HASH, 7 days  | the node's counters                                    |
 
@@ -36,13 +36,12 @@ miss for readers and a conflict for publishers, until they expire.
 """
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 
-from store.answers import Beat, Failure, NodeInfo, ServerInfo
+from store.answers import COUNTER_MAX, Beat, Failure, Invalidation, NodeInfo, ServerInfo
 from store.record import SAFE_NAME, PoolEndpoint
 
 VERSION = "1"
@@ -61,12 +60,11 @@ HITS_MAX = 10_000
 # ':' would be safe too, but in a name it separates the parts for readers.
 _SPELLED_CHARACTERS_MAX = 128
 _SAFE_KEY = re.compile(rf"[A-Za-z0-9._%#@=+,/-]{{1,{_SPELLED_CHARACTERS_MAX}}}\Z")
-_COUNTER_LIMIT = 2**63  # the server's counters are signed 64-bit integers
 _COUNTER_NAME = re.compile(rb"[a-z0-9_]{1,64}")
 _COUNTERS_MAX = 512  # a node has about 100
 _NAME_BYTES_MAX = 128  # see SAFE_NAME
 _VALUE_BYTES_MAX = 64
-"""Of a boot, a beat, the time of an invalidation."""
+"""Of a boot, a beat, the mark of an invalidation."""
 _TEXT_BYTES_MAX = 512
 """Of a node's endpoint, host and version. The name of a host has at most 253."""
 HASHED = "h."
@@ -146,14 +144,13 @@ def gone_beside(record_name: str) -> str:
     return "lb:gone:" + record_name.removeprefix("lb:rec:")
 
 
-def read_invalidations(fields: Mapping[bytes, bytes]) -> dict[str, float]:
-    """When each namespace was invalidated. Garbled entries are left out."""
+def read_invalidations(fields: Mapping[bytes, bytes]) -> dict[str, Invalidation]:
+    """The mark of each namespace. Garbled entries are left out."""
     found = {}
     for name, value in fields.items():
         with suppress(ValueError):
-            at = float(_short(value, _VALUE_BYTES_MAX))
-            if math.isfinite(at):
-                found[_short(name, _NAME_BYTES_MAX)] = at
+            mark = Invalidation.parse(_short(value, _VALUE_BYTES_MAX))
+            found[_short(name, _NAME_BYTES_MAX)] = mark
     return found
 
 
@@ -234,7 +231,7 @@ def read_counters(fields: Mapping[bytes, bytes]) -> dict[str, int]:
             count = int(value)
         except ValueError:
             continue
-        if 0 <= count < _COUNTER_LIMIT and _COUNTER_NAME.fullmatch(name):
+        if 0 <= count <= COUNTER_MAX and _COUNTER_NAME.fullmatch(name):
             counters[name.decode()] = count
     return counters
 

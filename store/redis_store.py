@@ -21,6 +21,7 @@ from store.answers import (
     ClaimState,
     Failure,
     GoneReason,
+    Invalidation,
     NodeInfo,
     Publication,
     Publishing,
@@ -267,17 +268,18 @@ class RedisStore(BrowsableStore):
         (value,) = await self._client.batch([("GET", layout.fail(namespace, key))])
         return None if value is None else layout.read_failure(namespace, key, value)
 
-    async def mark_invalid(self, namespace: str, at: float) -> None:
+    async def mark_invalid(self, namespace: str, mark: Invalidation) -> None:
         check_namespace(namespace)
+        mark.check()
         with _naming_key(layout.INVALID):
             await self._client.batch(
                 [
-                    ("HSET", layout.INVALID, namespace, f"{at:.3f}"),
+                    ("HSET", layout.INVALID, namespace, mark.text),
                     ("EXPIRE", layout.INVALID, layout.INVALID_SECONDS),
                 ]
             )
 
-    async def invalidations(self) -> dict[str, float]:
+    async def invalidations(self) -> dict[str, Invalidation]:
         fields = await self._client.read_some(layout.INVALID, INVALIDATIONS_MAX)
         return layout.read_invalidations(fields)
 

@@ -2,7 +2,9 @@
 
 The names of counters form a closed set, `COUNTERS`. Clients of the node and `/metrics` get totals;
 Redis gets differences in batches, and hits per key likewise, so that a hit costs no round trip. A
-histogram has fixed buckets, cumulative as Prometheus requires, and a sum.
+counter stays at COUNTER_MAX: the reads that clients report, times the bytes of their items, may be
+more than a message and the store can hold. A histogram has fixed buckets, cumulative as Prometheus
+requires, and a sum.
 
 Most modules of the node count here. `registrar` flushes the differences; this module does not know
 how the figures are published.
@@ -11,15 +13,16 @@ how the figures are published.
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from itertools import accumulate, islice
-from typing import Final
+from typing import Final, TypeVar
 
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.items import Item
 from lookup_buffer.protocol.fields import LANES, Fallback
 from lookup_buffer.protocol.messages import ClaimOutcome
-from store import GoneReason
+from store import COUNTER_MAX, GoneReason
 
+_Name = TypeVar("_Name")
 BOUNDS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds: from a small tensor on one rack to 130 MB over a slow link. Longer times have a
 bucket of their own."""
@@ -136,7 +139,7 @@ class Counters:
 
     def add(self, name: str, amount: int = 1) -> None:
         assert name in COUNTERS, name
-        self._totals[name] += amount
+        _grow(self._totals, name, amount)
 
     def miss(self, reason: MaybeMissed) -> None:
         self.add(f"misses_{reason or MissReason.ABSENT}")
@@ -149,8 +152,8 @@ class Counters:
     def encoded(self, seconds: float) -> None:
         """An engine stored an output, `seconds` after it reported the start of the encode."""
         self.encode_seconds.observe(seconds)
-        self._totals[ENCODES] += 1
-        self._totals[ENCODE_MILLISECONDS] += round(seconds * 1e3)
+        _grow(self._totals, ENCODES, 1)
+        _grow(self._totals, ENCODE_MILLISECONDS, round(seconds * 1e3))
 
     def hit(self, item: Item, count: int = 1, *, by_key: bool = True) -> None:
         """Count hits of `item`, local or remote by its origin, and by its key; not those of a
@@ -207,9 +210,13 @@ class Counters:
         return failures
 
     def _count_to(self, source: str, count: int, nbytes: int) -> None:
-        self._totals[f"hits_{source}"] += count
-        self._totals[f"bytes_hit_{source}"] += nbytes
+        self.add(f"hits_{source}", count)
+        self.add(f"bytes_hit_{source}", nbytes)
 
     def _count_hits(self, address: QualifiedKey, count: int) -> None:
         if address in self._hits or len(self._hits) < HITS_KEYS_MAX:
-            self._hits[address] += count
+            _grow(self._hits, address, count)
+
+
+def _grow(counter: Counter[_Name], name: _Name, amount: int) -> None:
+    counter[name] = min(counter[name] + amount, COUNTER_MAX)

@@ -1,6 +1,10 @@
 """Drops this node's items of namespaces that the store lists as invalidated.
 
-Items that are here when the list is read are removed; later inserts stay. For LATE_SECONDS copies
+Each mark is heeded once, by its id: one that the store lost and that a snapshot of it brings back
+removes nothing again. Its time says nothing about which of two marks is newer, since whoever can
+write the store, or has a wrong clock, would else make the later ones void.
+
+Items that are here when a mark is read are removed; later inserts stay. For LATE_SECONDS copies
 from other nodes are removed, too, since those nodes may read the list later; copies that are on
 their way meanwhile are not kept, however late they come. `registrar` has the
 list read with each beat. A task of its own removes the items: 300,000 take seconds, and a beat that
@@ -10,7 +14,6 @@ the store.
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,10 +23,15 @@ from typing import Final
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.items import Item
 from lookup_buffer.times import Clock
-from store import INVALIDATIONS_MAX, GoneReason, MetadataStore
+from store import INVALIDATIONS_MAX, GoneReason, Invalidation, MetadataStore
 
 LATE_SECONDS = 10.0
 """Every node with access to the store reads the list within two seconds."""
+CLOCKS_SECONDS: Final = 60.0
+"""The clocks of two hosts differ by less. A mark older than the start of this node by more was set
+before this node had items."""
+SEEN_MAX: Final = 2 * INVALIDATIONS_MAX
+"""Marks that are remembered: those of the list, and as many that the store has lost."""
 PAGE: Final = 200
 """So many items are removed in one iteration of the loop: at most 6 ms measured."""
 _log = logging.getLogger(__name__)
@@ -34,9 +42,9 @@ class Invalidations:
     loop: asyncio.AbstractEventLoop
     arena: Arena
     wall_clock: Clock = time.time
-    _marks: dict[str, float] | None = None
-    """The newest mark of each namespace, INVALIDATIONS_MAX at most; None until the list was read
-    for the first time."""
+    _seen: dict[tuple[str, str], None] | None = None
+    """Namespaces and ids of marks that were read, SEEN_MAX at most, those read last at the end;
+    None until the list was read for the first time."""
     _recent: dict[str, float] = field(default_factory=dict)
     """By namespace: until when copies from other nodes are removed. INVALIDATIONS_MAX at most."""
     _doomed: dict[Item, None] = field(default_factory=dict)
@@ -61,14 +69,15 @@ class Invalidations:
                 "the store lists %d invalidated namespaces or more: others are ignored",
                 INVALIDATIONS_MAX,
             )
-        news = [namespace for namespace, at in found.items() if self._is_news(namespace, at)]
+        news = [namespace for namespace, mark in found.items() if self._is_news(namespace, mark)]
         here = self._namespaces() if news or self._recent else set()
         for namespace in here.intersection(news):
             _log.info("namespace %s was invalidated: its items on this node are removed", namespace)
             self._doomed |= dict.fromkeys(self.arena.items_of(namespace))
         room = max(0, INVALIDATIONS_MAX - len(self._recent))
         self._recent |= dict.fromkeys(news[:room], now + LATE_SECONDS)
-        self._remember(found)
+        if news or self._seen is None:
+            self._remember(found)
         self.arena.invalidate_copies(self._recent)
         for namespace in here.intersection(self._recent):
             self._doomed |= dict.fromkeys(self.arena.items_of(namespace, fetched_only=True))
@@ -97,14 +106,14 @@ class Invalidations:
                 self.arena.remove(item, GoneReason.INVALIDATED)
             await asyncio.sleep(0)
 
-    def _is_news(self, namespace: str, at: float) -> bool:
-        if self._marks is None:  # older invalidations are of no concern: this node had no items
-            return at >= self._started_at
-        return at > self._marks.get(namespace, -math.inf)
+    def _is_news(self, namespace: str, mark: Invalidation) -> bool:
+        if self._seen is None:
+            return mark.at > self._started_at - CLOCKS_SECONDS
+        return (namespace, mark.id) not in self._seen
 
-    def _remember(self, found: Mapping[str, float]) -> None:
+    def _remember(self, found: Mapping[str, Invalidation]) -> None:
         """Also marks that the store has lost: a snapshot of it may bring them back."""
-        known = self._marks or {}
-        self._marks = {space: max(at, known.get(space, at)) for space, at in found.items()}
-        lost = ((space, at) for space, at in known.items() if space not in found)
-        self._marks |= islice(lost, max(0, INVALIDATIONS_MAX - len(found)))
+        listed = {(namespace, mark.id): None for namespace, mark in found.items()}
+        others = [mark for mark in self._seen or () if mark not in listed]
+        forgotten = max(0, len(others) + len(listed) - SEEN_MAX)
+        self._seen = dict.fromkeys(islice(others, forgotten, None)) | listed

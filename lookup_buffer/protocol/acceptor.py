@@ -1,7 +1,8 @@
 """`Acceptor`: serves the connections of a listening socket, each on a separate thread.
 
 Used by pipes and device pools. A silent client does not block others, because each has its
-own thread. The limit on the number of connections served at a time bounds these threads.
+own thread. The limit on the number of connections served at a time bounds these threads. A
+connection for which the system grants no thread is closed; those that come later are served.
 """
 
 import errno
@@ -41,21 +42,23 @@ class Acceptor:
                         return
                     time.sleep(RETRY_SECONDS)  # no free descriptor, or the client disconnected
                     continue
-                self._start(partial(handle, stream))
+                if not self._start(partial(handle, stream)):
+                    stream.close()
+                    time.sleep(RETRY_SECONDS)
 
     def try_start(self, handle: Callable[[], object]) -> bool:
-        """Run `handle` on a thread, unless the limit is reached; returns whether it runs. `handle`
-        must not raise. If it returns True, it keeps its slot until a call of `release`."""
-        if not self._slots.acquire(blocking=False):
-            return False
-        self._start(handle)
-        return True
+        """Run `handle` on a thread, unless the limit is reached or the system grants none; returns
+        whether it runs. `handle` must not raise. If it returns True, it keeps its slot until a call
+        of `release`."""
+        return self._slots.acquire(blocking=False) and self._start(handle)
 
     def release(self) -> None:
         """Free the slot that a `handle` kept."""
         self._slots.release()
 
-    def _start(self, handle: Callable[[], object]) -> None:
+    def _start(self, handle: Callable[[], object]) -> bool:
+        """Returns whether it runs; if not, its slot is free."""
+
         def run() -> None:
             keeps_slot: object = False
             try:
@@ -64,7 +67,12 @@ class Acceptor:
                 if keeps_slot is not True:
                     self.release()
 
-        threading.Thread(target=run, name=self._thread_name, daemon=True).start()
+        try:
+            threading.Thread(target=run, name=self._thread_name, daemon=True).start()
+        except RuntimeError:  # a limit on threads, or no memory
+            self.release()
+            return False
+        return True
 
 
 def listening_socket(host: str, port: int) -> tuple[socket.socket, str]:

@@ -19,7 +19,7 @@ KEYS_BYTES_MAX: Final = 256 << 10
 """Bound on the characters of all keys of one request, which `split` keeps. A frame may hold four
 times as much."""
 COUNT_MAX: Final = (1 << 31) - 1
-"""Bound on the reads of a key in one request, so that no sum of them overflows a counter."""
+"""Bound on the reads of a key in one request."""
 EXCHANGED_BYTES: Final = 64 << 10
 """Size of the frames by which a node finds out whether it reaches another: more than a packet of
 any size, and what a transfer must move in PEER_PROGRESS_SECONDS."""

@@ -4,8 +4,16 @@ import time
 
 import pytest
 
-from store import BlockingStore, Failure, NodeInfo, Withdrawing
-from store.testing.samples import BOOT, ODD_KEYS, OTHER_BOOT, StoreContract, a_location, a_record
+from store import COUNTER_MAX, BlockingStore, Failure, Invalidation, NodeInfo, Withdrawing
+from store.testing.samples import (
+    BOOT,
+    ODD_KEYS,
+    OTHER_BOOT,
+    StoreContract,
+    a_location,
+    a_mark,
+    a_record,
+)
 
 
 class BrowsingContract(StoreContract):
@@ -87,10 +95,13 @@ class BrowsingContract(StoreContract):
                 store.publish(a_record(namespace, key), a_location(node))
         store.publish(a_record("other", "k0"), a_location())
         before = store.invalidations()
-        store.mark_invalid(namespace, 17.5)
-        assert store.invalidations() == before | {namespace: 17.5}
-        store.mark_invalid(namespace, 18.25)
-        assert store.invalidations()[namespace] == 18.25
+        first, second = a_mark(18), a_mark(17)
+        store.mark_invalid(namespace, first)
+        assert store.invalidations() == before | {namespace: first}
+        store.mark_invalid(namespace, second)
+        assert store.invalidations()[namespace] == second, "the last one, whatever its time"
+        with pytest.raises(ValueError):
+            store.mark_invalid(namespace, Invalidation("no hex digits", 1))
         assert store.clear(namespace) == len(keys)
         assert store.clear(namespace) == 0
         assert store.locate(namespace, keys) == [None] * len(keys)
@@ -116,6 +127,13 @@ class BrowsingContract(StoreContract):
         assert store.hits(namespace, ["b", "missing", "a"]) == [40, 0, 2]
         assert store.hits(namespace, []) == []
         assert store.stats() == {"node-1": {"hits_local": 6, "bytes": 1 << 41}}
+
+    def test_a_counter_stays_at_its_most(self, store: BlockingStore) -> None:
+        store.beat("node-1", BOOT, 1)
+        store.add_stats("node-1", {"first": 1, "hits": COUNTER_MAX, "last": 1})
+        for _ in range(2):
+            store.add_stats("node-1", {"first": 1, "hits": COUNTER_MAX, "last": 1})
+        assert store.stats() == {"node-1": {"first": 3, "hits": COUNTER_MAX, "last": 3}}
 
     def test_only_the_most_hit_keys_are_kept(self, store: BlockingStore, namespace: str) -> None:
         store.add_hits(namespace, {f"rare-{n}": 1 for n in range(9_999)})

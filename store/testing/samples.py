@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from store import BlockingStore, Location, Record
+from store import BlockingStore, Invalidation, Location, Record
 
 BOOT, OTHER_BOOT = "b" * 16, "c" * 16
 
@@ -31,6 +31,10 @@ def a_location(node: str = "node-1", **changes: Any) -> Location:
 def a_record(namespace: str, key: str, **changes: Any) -> Record:
     record = Record(namespace, key, "bfloat16", (729, 1152), 1_679_616, "tensor", 1763718000.125)
     return record._replace(**changes)
+
+
+def a_mark(at: int = 1_763_718_000) -> Invalidation:
+    return Invalidation(secrets.token_hex(8), at)
 
 
 class StoreContract:

@@ -7,6 +7,7 @@ import pytest
 
 from store import BlockingStore, StoreNotBrowsable, open_store
 from store.testing import CoreContract
+from store.testing.samples import a_mark
 
 PACKAGE = Path(__file__).parents[1] / "packages" / "ram_store"
 
@@ -44,7 +45,7 @@ def test_it_takes_what_nodes_write_for_people(store: BlockingStore) -> None:
     [
         ("stats", ()), ("namespaces", ()), ("node_ages", (["n"],)), ("hits", ("ns", ["k"])),
         ("gone", ("ns", "k")), ("failure", ("ns", "k")), ("clear", ("ns",)), ("server_info", ()),
-        ("ping", ()), ("mark_invalid", ("ns", 1.0)), ("scan", ()), ("traces", ()),
+        ("ping", ()), ("mark_invalid", ("ns", a_mark())), ("scan", ()), ("traces", ()),
         ("inspection", ()),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,13 +17,15 @@ from lookup_buffer.inspection.findings import Code
 from lookup_buffer.inspection.history import history_of
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.node import invalidations as invalidations_module
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.invalidations import LATE_SECONDS, PAGE, Invalidations
 from lookup_buffer.protocol.header import TensorHeader
 from memory_store import MemoryStore
 from nodes import StartNode, handoff, key, wait_until
-from servers import StartServer, patient
-from store import BlockingStore
+from servers import StartServer, command, patient
+from store import INVALIDATIONS_MAX, BlockingStore, Invalidation, layout
+from store.testing.samples import a_mark
 from virtual_loop import VirtualLoop
 
 
@@ -103,7 +106,9 @@ def test_a_node_started_later_has_nothing_to_drop(
         buffer.insert(name, torch.ones(3))
         wait_until(lambda: space.fingerprint in store.namespaces(), 10.0)
     run_json("invalidate", space.fingerprint, "--store-url", url)
-    with LookupBuffer(start_node(store_url=url).config, space) as buffer:
+    later = start_node(store_url=url)
+    wait_until(lambda: later.stats()["store_up"], 10.0)
+    with LookupBuffer(later.config, space) as buffer:
         buffer.insert(name, torch.ones(3))
         wait_until(lambda: store.locate(space.fingerprint, [name.text]) != [None], 10.0)
         assert buffer.has_caches([name], timeout=5.0) == [True]
@@ -140,6 +145,11 @@ class Part:
         assert item is not None
         self.arena.release([self.arena.commit(item, 7, 1).ticket], 1)
 
+    def mark(self, at: int = 5001) -> Invalidation:
+        mark = a_mark(at)
+        self.store.mark_invalid("ns", mark)
+        return mark
+
     def heed(self, seconds_later: float = 0.0) -> list[str]:
         """The keys that went."""
         self.loop.run(seconds_later)
@@ -161,8 +171,8 @@ def part() -> Iterator[Part]:
 def test_nodes_that_read_the_mark_later_drop_their_copies_too(part: Part) -> None:
     assert part.heed() == []
     part.hold("old")
-    part.store.mark_invalid("ns", 5001.0)
-    part.store.mark_invalid("another", 5001.0)
+    part.mark()
+    part.store.mark_invalid("another", a_mark(5001))
     assert part.heed() == ["old"]
     part.hold("new")
     part.hold("late", origin="other-node")
@@ -170,13 +180,13 @@ def test_nodes_that_read_the_mark_later_drop_their_copies_too(part: Part) -> Non
     assert part.heed(LATE_SECONDS) == []
     part.hold("of today", origin="other-node")
     assert part.heed(1.0) == [], "by now everybody has heard"
-    part.store.mark_invalid("ns", 5002.0)
+    part.mark()
     assert part.heed() == ["new", "of today"]
 
 
 def test_a_copy_on_its_way_is_not_kept_however_late_it_comes(part: Part) -> None:
     part.heed()
-    part.store.mark_invalid("ns", 5001.0)
+    part.mark()
     header, clock = TensorHeader("uint8", (4,), 4), part.loop.time
     item = part.arena.reserve(("ns", "k"), header, origin="other-node", ttl_seconds=None)
     assert item is not None
@@ -195,7 +205,7 @@ def test_a_large_namespace_is_removed_in_pages(part: Part) -> None:
     part.heed()
     for n in range(2 * PAGE + 1):
         part.hold(f"k{n}")
-    part.store.mark_invalid("ns", 5001.0)
+    part.mark()
     gone: list[int] = []
 
     async def apply() -> None:
@@ -216,7 +226,7 @@ def test_a_bug_in_a_removal_is_raised_and_ends_no_other(
     part.heed()
     for n in range(3):
         part.hold(f"k{n}")
-    part.store.mark_invalid("ns", 5001.0)
+    part.mark()
     with monkeypatch.context() as patch:
         patch.setattr(part.arena, "remove", lambda *_: 1 / 0)
         assert part.heed() == []
@@ -226,37 +236,122 @@ def test_a_bug_in_a_removal_is_raised_and_ends_no_other(
     assert part.heed(1.0) == []
 
 
-@pytest.mark.parametrize(("at", "gone"), [(4999.0, []), (5000.5, ["first"])])
-def test_the_first_mark_read_counts_if_it_is_younger_than_the_node(
-    part: Part, at: float, gone: list[str]
+@pytest.mark.parametrize(
+    ("at", "gone"),
+    [(0, []), (4939, []), (4941, ["first"]), (5001, ["first"]), (10**12 - 1, ["first"])],
+)
+def test_the_first_marks_read_count_unless_they_are_older_than_the_node(
+    part: Part, at: int, gone: list[str]
 ) -> None:
+    """The clocks of two hosts may differ by a minute."""
     part.hold("first")
-    part.store.mark_invalid("ns", at)
+    part.mark(at)
     assert part.heed() == gone
+    part.hold("second")
+    assert part.heed(LATE_SECONDS) == []
 
 
 def test_an_old_mark_drops_nothing_again(part: Part) -> None:
     """A snapshot of the store brings it back, also after the store had lost all."""
     part.heed()
-    for at in (5001.0, 5002.0):
-        part.hold(f"before {at}")
-        part.store.mark_invalid("ns", at)
-        assert part.heed() == [f"before {at}"]
+    marks = []
+    for n in range(2):
+        part.hold(f"before {n}")
+        marks.append(part.mark())
+        assert part.heed() == [f"before {n}"]
     part.hold("kept")
-    part.store.mark_invalid("ns", 5001.0)
+    part.store.mark_invalid("ns", marks[0])
     assert part.heed() == []
     part.store = MemoryStore()
     assert part.heed() == []
-    part.store.mark_invalid("ns", 5002.0)
+    part.store.mark_invalid("ns", marks[1])
     assert part.heed() == []
-    part.store.mark_invalid("ns", 5003.0)
+    part.mark()
     assert part.heed() == ["kept"]
+
+
+def test_a_mark_from_before_the_node_drops_nothing_when_it_comes_back(part: Part) -> None:
+    old = part.mark(4000)
+    assert part.heed() == []
+    part.hold("kept")
+    part.store = MemoryStore()
+    assert part.heed() == []
+    part.store.mark_invalid("ns", old)
+    assert part.heed() == []
+
+
+@pytest.mark.parametrize("before", [0, 4000, 5001, 10**12 - 1])
+@pytest.mark.parametrize("at", [0, 4000, 5001])
+def test_no_mark_hides_a_later_one_whatever_their_times(part: Part, before: int, at: int) -> None:
+    """Of a writer of the store, or by a clock that is wrong."""
+    part.heed()
+    part.mark(before)
+    part.heed()
+    part.heed(LATE_SECONDS)
+    part.hold("wrong")
+    part.mark(at)
+    assert part.heed() == ["wrong"]
+
+
+def test_what_is_remembered_of_marks_is_bounded(
+    part: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the list has are never forgotten: they would drop the items at every beat."""
+    monkeypatch.setattr(invalidations_module, "SEEN_MAX", 3)
+    part.store.mark_invalid("another", a_mark(5001))
+    part.mark()
+    part.heed()
+    for _ in range(5):
+        last = part.mark()
+        part.heed()
+        part.heed(LATE_SECONDS)
+        part.hold("kept")
+        assert part.heed() == []
+    seen = part.invalidations._seen
+    assert seen is not None
+    assert len(seen) == 3
+    assert ("ns", last.id) in seen
+
+
+# -- what the command says
 
 
 def test_a_mark_by_a_clock_that_was_ahead_does_not_hide_the_next_one(
     store: BlockingStore, url: str
 ) -> None:
-    space, ahead = Namespace.named(f"ahead-{secrets.token_hex(4)}").fingerprint, time.time() + 3600
+    space, ahead = Namespace.named(f"ahead-{secrets.token_hex(4)}").fingerprint, a_mark(10**12 - 1)
     store.mark_invalid(space, ahead)
     run_json("invalidate", space, "--store-url", url)
-    assert store.invalidations()[space] > ahead
+    mark = store.invalidations()[space]
+    assert mark.id != ahead.id
+    assert abs(mark.at - time.time()) < 3600
+
+
+def test_it_fails_if_the_mark_does_not_stay(store: BlockingStore, url: str) -> None:
+    """Here a writer of the store removes it; a fail-over may, too."""
+    space, removed = Namespace.named(f"lost-{secrets.token_hex(4)}").fingerprint, threading.Event()
+    store.beat("silent", "boot", 1)  # it is waited for, for some seconds
+
+    def remove() -> None:
+        while not removed.is_set() and command(url, "HDEL", layout.INVALID, space) != b":1":
+            time.sleep(0.01)
+
+    removing = threading.Thread(target=remove)
+    removing.start()
+    done = run("invalidate", space, "--store-url", url)
+    removed.set()
+    removing.join()
+    assert_refused(done, 1, f"the mark of namespace {space} did not stay", "invalidate again")
+
+
+def test_it_fails_if_nodes_may_not_find_the_mark(store: BlockingStore, url: str) -> None:
+    """They read a bounded part of the list."""
+    mark, spaces = a_mark().text, [f"n{number}" for number in range(INVALIDATIONS_MAX)]
+    for start in range(0, len(spaces), 4096):
+        page = spaces[start : start + 4096]
+        command(url, "HSET", layout.INVALID, *(text for n in page for text in (n, mark)))
+    space = Namespace.named(f"crowd-{secrets.token_hex(4)}").fingerprint
+    refused = run("invalidate", space, "--store-url", url)
+    assert_refused(refused, 1, f"one of the {INVALIDATIONS_MAX} that nodes read", layout.INVALID)
+    command(url, "UNLINK", layout.INVALID)
+    assert run("invalidate", space, "--store-url", url).returncode == 0

@@ -18,12 +18,15 @@ import pytest
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.closer import CLOSERS_MAX
 from lookup_buffer.protocol import messages
+from lookup_buffer.protocol.fields import COUNT_MAX
 from lookup_buffer.protocol.framing import MAX_HEADER_BYTES, encode_frame
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.shm.memory import SEALS, Staging
 from nodes import MIB, NodeProcess, StartNode, at_rest, key, tensor_of, wait_until
 from patience import scaled
 from raw_clients import Raw, raw
+from servers import patient
+from store import COUNTER_MAX
 
 NAMESPACE = Namespace.named("tests").fingerprint
 LINGER_SECONDS = 600
@@ -327,6 +330,29 @@ def test_what_others_chose_stays_in_its_line_of_the_log(capfd: pytest.CaptureFix
     assert second.endswith("ERROR: two")
     assert trace
     assert all(line.startswith("    ") and line.isprintable() for line in trace)
+
+
+# -- what it reports
+
+
+def test_reads_without_number_leave_the_counters_readable(node: NodeProcess) -> None:
+    """Their bytes together are more than a message can hold."""
+    nbytes, name = 16 * MIB, key()
+    count = (1 << 64) // (nbytes * COUNT_MAX) + 1
+    with raw(node) as client, node.client() as other:
+        other.insert(name, tensor_of("x", nbytes))
+        for number in range(count):
+            client.send(messages.Touch(2 + number, NAMESPACE, {name.text: COUNT_MAX}))
+        values = client.ask(messages.Metrics(1))["values"]
+        assert values["bytes_hit_local"] == COUNTER_MAX
+        assert values["hits_local"] == count * COUNT_MAX
+    assert node.stats()["bytes_hit_local"] == COUNTER_MAX
+    with patient(str(node.settings.store_url)) as store:
+
+        def written() -> int | None:
+            return store.stats().get(node.node_id, {}).get("bytes_hit_local")
+
+        wait_until(lambda: written() == COUNTER_MAX, 10.0)
 
 
 def test_many_clients_insert_and_read_as_before(node: NodeProcess) -> None:

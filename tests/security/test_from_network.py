@@ -14,6 +14,7 @@ import torch
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.node import links
 from lookup_buffer.node.peers import HALF_OPEN_MAX, _host_of
+from lookup_buffer.pipes import open_pipe
 from lookup_buffer.protocol.auth import Purpose, client_dialogue, connect
 from lookup_buffer.protocol.framing import Frame, FrameDecoder, encode_frame
 from lookup_buffer.protocol.stream import FramedSocket
@@ -161,3 +162,26 @@ def test_idle_neighbours_fill_no_node(start_node: StartNode) -> None:
     finally:
         for one in idle:
             one.abort()
+
+
+def test_strangers_that_use_up_the_threads_end_no_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of a device lane has the same `Acceptor`."""
+    start = threading.Thread.start
+    with open_pipe("tcp://127.0.0.1:0", listen=True, token=TOKEN) as pipe:
+        address, without_thread = parse_tcp(pipe.uri), list[threading.Thread]()
+
+        def granted(thread: threading.Thread) -> None:
+            if thread.name == "lb-pipe-handshake":
+                without_thread.append(thread)
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", granted)
+            for _ in range(2):
+                with socket.create_connection(address, scaled(5.0)) as one:
+                    assert one.recv(1) == b""
+        assert len(without_thread) == 2
+        with open_pipe(pipe.uri, token=TOKEN, timeout=scaled(5.0)) as other:
+            other.send_tensor(None)
+            assert pipe.recv_tensor(timeout=scaled(5.0)) is None

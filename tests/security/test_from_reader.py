@@ -38,6 +38,7 @@ from peer_servers import NAMESPACE, Bench, on_a_loop
 from raw_clients import raw
 from servers import ServerProcess, command, free_port, user_rule, valkey_executable
 from store import ClaimState, EmbeddedServer, Location, NodeInfo, Record, StoreError, open_store
+from store.testing.samples import a_mark
 
 SPACE = Namespace.named("tests").fingerprint
 PASSWORD = "of-the-reader"
@@ -301,7 +302,7 @@ def test_the_documented_user_cannot_write(readers_url: str, writer: NodeProcess)
             lambda: store.describe_namespace(SPACE, {"a": "b"}),
             lambda: store.add_hits(SPACE, {name.text: 1}),
             lambda: store.add_stats("writer", {"hits_local": 1}),
-            lambda: store.mark_invalid(SPACE, 1.0),
+            lambda: store.mark_invalid(SPACE, a_mark()),
             lambda: store.clear(SPACE),
             lambda: store.claim(
                 SPACE,

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -13,13 +14,15 @@ import pytest
 import torch
 
 from awaited import at_once, awaited
-from command_line import beating, boot_of, publish
+from command_line import beating, boot_of, publish, run, run_json
 from connectors.settings import parse_settings
 from lookup_buffer.config import parse_tcp
+from lookup_buffer.dashboard.fleet import FleetSampler, PageUpdate
 from lookup_buffer.device.lane import DeviceLane
 from lookup_buffer.errors import ConfigError, MissingTensor, NodeRefused, PipeError
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.arena import Arena
+from lookup_buffer.node.counters import COUNTERS, ENCODE_MILLISECONDS, ENCODES
 from lookup_buffer.node.invalidations import Invalidations
 from lookup_buffer.node.items import Item
 from lookup_buffer.node.links import HANDOFFS, TENSORS, dial
@@ -31,8 +34,17 @@ from nodes import MIB, StartNode, handoff, key, tensor_of, wait_until, with_stor
 from peer_servers import NAMESPACE, TOKEN, WITH_TOKEN, Bench, answered, on_a_loop
 from proxies import Relay
 from servers import StartServer, command
-from store import LOCATIONS_MAX, NODES_MAX, layout, open_store
+from store import (
+    COUNTER_MAX,
+    LOCATIONS_MAX,
+    NODES_MAX,
+    BrowsableStore,
+    layout,
+    open_async_store,
+    open_store,
+)
 from store.record_fields import read_record
+from store.testing.samples import a_mark
 from virtual_loop import VirtualLoop
 
 
@@ -359,12 +371,43 @@ def test_invalidations_of_what_a_node_does_not_have_cost_no_walk_over_its_items(
     try:
         invalidations = Invalidations(VirtualLoop(), arena, lambda: 0.0)
         for number in range(1000):
-            store.mark_invalid(f"ghost-{number}", 1.0)
+            store.mark_invalid(f"ghost-{number}", a_mark())
         at_once(invalidations.apply(awaited(store)))
         at_once(invalidations.apply(awaited(store)))
     finally:
         arena.close()
     assert arena.walks == 0
+
+
+FAR_FUTURE = "0123456789abcdef:999999999999"
+
+
+def test_no_mark_keeps_the_operator_from_removing_tensors(
+    start_server: StartServer, start_node: StartNode
+) -> None:
+    """Not one of a far future, nor one that is no mark, in the store or removed from it again."""
+    url, space = start_server().url, Namespace.named("tests").fingerprint
+    node = start_node(store_url=url)
+    wait_until(lambda: node.stats()["store_up"], 10.0)
+
+    def is_removed_by_the_operator() -> bool:
+        name = key()
+        client.insert(name, tensor_of("wrong", 1000))
+        done = run("invalidate", space, "--store-url", url)
+        assert (done.returncode, done.stderr) == (0, "")
+        wait_until(lambda: not client.has_caches([name])[0], 10.0)
+        return True
+
+    with node.client() as client:
+        for forged in (FAR_FUTURE, "1e300", "nan", ""):
+            name = key()
+            client.insert(name, tensor_of("x", 1000))
+            command(url, "HSET", layout.INVALID, space, forged)
+            if forged == FAR_FUTURE:  # he can remove what is there, once
+                wait_until(lambda: not client.has_caches([name])[0], 10.0)  # noqa: B023
+            assert is_removed_by_the_operator()
+            command(url, "HDEL", layout.INVALID, space)
+            assert is_removed_by_the_operator()
 
 
 def test_counters_have_names_of_counters() -> None:
@@ -374,3 +417,29 @@ def test_counters_have_names_of_counters() -> None:
         "misses_absent": 3
     }
     assert len(layout.read_counters({b"c%d" % n: b"1" for n in range(5000)})) == 512
+
+
+def test_what_many_nodes_counted_to_the_most_is_shown(start_server: StartServer) -> None:
+    """Their sums are above what 64 bits hold."""
+    url, nodes = start_server().url, [f"n{number}" for number in range(20)]
+    names = (*COUNTERS, ENCODES, ENCODE_MILLISECONDS)
+    most = [text for name in names for text in (name, str(COUNTER_MAX))]
+    for node in nodes:
+        command(url, "HSET", layout.NODES, node, "boot:1")
+        command(url, "HSET", layout.stats(node), *most)
+    totals = run_json("stats", "--store-url", url)["totals"]
+    assert totals["hits_local"] == len(nodes) * COUNTER_MAX
+    for shown in ("stats", "top"):
+        done = run(shown, "--store-url", url)
+        assert (done.returncode, done.stderr) == (0, ""), shown
+
+    async def sampled() -> PageUpdate:
+        async with open_async_store(url, call_timeout_seconds=5.0) as store:
+            assert isinstance(store, BrowsableStore)
+            sampler = FleetSampler(store)
+            await sampler.sample()
+            return await sampler.sample()
+
+    update = asyncio.run(sampled())
+    assert json.loads(json.dumps(update.now))["hits"] == 3 * len(nodes) * COUNTER_MAX
+    assert update.point is not None

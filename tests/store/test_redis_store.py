@@ -14,6 +14,7 @@ from store import (
     EmbeddedServer,
     Publication,
     Publishing,
+    StoreCorrupt,
     Withdrawing,
     layout,
     open_store,
@@ -243,6 +244,26 @@ def test_an_unreadable_beat_occupies_no_id(
     command(valkey_server.url, "HSET", "lb:nodes", "node-1", value)
     assert not store.beat("node-1", BOOT[:15], 1)
     assert store.beat("node-1", BOOT[:15], 2)
+
+
+def test_a_foreign_counter_costs_no_other(
+    store: BlockingStore, valkey_server: EmbeddedServer
+) -> None:
+    store.beat("node-1", BOOT, 1)
+    command(valkey_server.url, "HSET", layout.stats("node-1"), "hits", "many")
+    with pytest.raises(StoreCorrupt, match="not an integer"):
+        store.add_stats("node-1", {"first": 1, "hits": 1, "last": 1})
+    assert store.stats() == {"node-1": {"first": 1, "last": 1}}
+    assert command(valkey_server.url, "HGET", layout.stats("node-1"), "hits") == b"many"
+
+
+def test_counters_under_a_foreign_value_are_not_written(
+    store: BlockingStore, valkey_server: EmbeddedServer
+) -> None:
+    command(valkey_server.url, "SET", layout.stats("node-1"), "text")
+    with pytest.raises(StoreCorrupt, match="lb:stats:node-1 was not written by us"):
+        store.add_stats("node-1", {"hits": 1})
+    assert command(valkey_server.url, "TTL", layout.stats("node-1")) == b":-1"
 
 
 @pytest.mark.parametrize("left", [8_000, 2 * NODES_MAX])

@@ -32,7 +32,7 @@ from store import (
     open_store,
 )
 from store.testing.claims import ask
-from store.testing.samples import BOOT, OTHER_BOOT, a_location, a_record
+from store.testing.samples import BOOT, OTHER_BOOT, a_location, a_mark, a_record
 
 pytestmark = pytest.mark.alone
 CALL_SECONDS = 0.3
@@ -68,7 +68,7 @@ CALLS: dict[str, Callable[[BlockingStore], object]] = {
     "gone": lambda store: store.gone("ns", "k"),
     "note_failures": lambda store: store.note_failures([Failure("ns", "k", "checksum", "a", "b")]),
     "failure": lambda store: store.failure("ns", "k"),
-    "mark_invalid": lambda store: store.mark_invalid("ns", 1.0),
+    "mark_invalid": lambda store: store.mark_invalid("ns", a_mark()),
     "invalidations": lambda store: store.invalidations(),
     "clear": lambda store: store.clear("ns"),
     "server_info": lambda store: store.server_info(),

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from store.answers import (
+    COUNTER_MAX,
     GONE_SECONDS,
     Beat,
     ClaimAnswer,
     ClaimState,
     Failure,
     GoneReason,
+    Invalidation,
     NodeInfo,
     Publication,
     Publishing,
@@ -118,7 +120,7 @@ class InMemoryStore(BrowsableStore):
         self._records: _Expiring[_Item, Record] = _Expiring(clock)
         self._claims: _Expiring[_Item, _Claim] = _Expiring(clock)
         self._gone: _Expiring[_Item, str] = _Expiring(clock)
-        self._invalid: _Expiring[str, float] = _Expiring(clock)
+        self._invalid: _Expiring[str, Invalidation] = _Expiring(clock)
         self._failures: _Expiring[_Item, Failure] = _Expiring(clock)
         self._beats: dict[str, Beat] = {}
         self._infos: _Expiring[str, NodeInfo] = _Expiring(clock)
@@ -240,7 +242,7 @@ class InMemoryStore(BrowsableStore):
         with self._open():
             kept = self._stats.get(node) or {}
             for name, count in counters.items():
-                kept[name] = kept.get(name, 0) + count
+                kept[name] = min(kept.get(name, 0) + count, COUNTER_MAX)
             self._stats.put(node, kept, STATS_SECONDS)
 
     async def stats(self) -> dict[str, dict[str, int]]:
@@ -277,12 +279,13 @@ class InMemoryStore(BrowsableStore):
         with self._open():
             return self._failures.get((namespace, key))
 
-    async def mark_invalid(self, namespace: str, at: float) -> None:
+    async def mark_invalid(self, namespace: str, mark: Invalidation) -> None:
         check_namespace(namespace)
+        mark.check()
         with self._open():
-            self._invalid.put(namespace, at, INVALID_SECONDS)
+            self._invalid.put(namespace, mark, INVALID_SECONDS)
 
-    async def invalidations(self) -> dict[str, float]:
+    async def invalidations(self) -> dict[str, Invalidation]:
         with self._open():
             return dict(self._invalid.items())
 

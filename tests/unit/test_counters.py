@@ -2,9 +2,17 @@
 
 import pytest
 
-from lookup_buffer.node.counters import BOUNDS_SECONDS, HITS_KEYS_MAX, Counters, Histogram
+from lookup_buffer.node.counters import (
+    BOUNDS_SECONDS,
+    ENCODE_MILLISECONDS,
+    HITS_KEYS_MAX,
+    Counters,
+    Histogram,
+)
 from lookup_buffer.node.items import Item
+from lookup_buffer.protocol.framing import pack
 from lookup_buffer.protocol.header import TensorHeader
+from store import COUNTER_MAX
 
 
 def item_of(key: str, origin: str = "local") -> Item:
@@ -59,6 +67,32 @@ def test_hits_and_their_bytes_are_counted_by_source() -> None:
     assert (totals["hits_local"], totals["bytes_hit_local"]) == (3, 21)
     assert (totals["hits_remote"], totals["bytes_hit_remote"]) == (2, 14)
     assert set(taken["ns"]) == {"a", "b"}
+
+
+def test_a_counter_stays_at_its_most() -> None:
+    counters, huge = Counters(), COUNTER_MAX // 2 + 1
+    for _ in range(3):
+        counters.hit(item_of("k"), count=huge)
+        counters.hit(item_of("k", origin="node-b"), count=huge)
+        counters.hit_lane(("ns", "k"), huge)
+        counters.add("bytes_inserted", huge)
+        counters.spare(huge)
+        counters.encoded(huge / 1e3)
+    totals = counters.totals()
+    assert totals["hits_local"] == totals["bytes_hit_local"] == COUNTER_MAX
+    assert totals["bytes_hit_remote"] == totals["bytes_hit_lane"] == COUNTER_MAX
+    assert totals["bytes_inserted"] == totals["encodes_saved"] == COUNTER_MAX
+    assert totals[ENCODE_MILLISECONDS] == COUNTER_MAX
+    assert pack(totals)
+    taken = counters.take_unflushed()
+    assert taken[None] == totals
+    assert taken["ns"] == {"k": COUNTER_MAX}
+    for namespace, counts in taken.items():
+        counters.put_back(namespace, counts)
+    counters.hit(item_of("k"), count=huge)
+    assert counters.take_unflushed() == taken
+    counters.hit(item_of("k"))
+    assert counters.take_unflushed() == {"ns": {"k": 1}}, "what is at its most grows no more"
 
 
 def test_a_histogram_counts_durations_up_to_each_bound() -> None:

@@ -9,6 +9,7 @@ from lookup_buffer.errors import MissReason
 from lookup_buffer.node import invalidations as invalidations_module
 from lookup_buffer.node.invalidations import Invalidations
 from memory_store import MemoryStore
+from store.testing.samples import a_mark
 from test_transfer import NAMESPACE, Fetching
 
 
@@ -19,7 +20,7 @@ def test_what_comes_long_after_the_mark_is_a_miss(monkeypatch: pytest.MonkeyPatc
     async def test() -> None:
         def fate(key: str) -> str:
             if key == "k5" and not store.invalidations():
-                store.mark_invalid(NAMESPACE, 1.0)
+                store.mark_invalid(NAMESPACE, a_mark())
                 apply()
             return "ok"
 

@@ -27,7 +27,7 @@ from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.times import DEAD_AFTER_SECONDS
 from memory_store import MemoryStore
 from store import Beat, BlockingStore, Location, Publication, Publishing, StoreUnavailable
-from store.testing.samples import a_record
+from store.testing.samples import a_mark, a_record
 from virtual_loop import VirtualLoop
 
 NAMESPACE = "ns"
@@ -295,7 +295,7 @@ def test_beats_do_not_wait_for_a_large_namespace_to_be_removed(
             changed(address, reason)
 
         arena.on_change = slowly
-        store.mark_invalid(NAMESPACE, time.time() + 1.0)
+        store.mark_invalid(NAMESPACE, a_mark())
         loop.run(count * seconds + 4.0)
         assert not arena.addresses()
         assert not any(held(store, "k0", "k499"))

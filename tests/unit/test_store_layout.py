@@ -10,6 +10,7 @@ from store import (
     POOLS_MAX,
     Beat,
     DeviceLocation,
+    Invalidation,
     Location,
     NodeInfo,
     PoolEndpoint,
@@ -228,5 +229,19 @@ def test_huge_beats_and_invalidations_are_left_out() -> None:
     huge = b"1" * 4096
     beats = {b"n": b"boot:1", b"m": huge + b":1", b"l": b"boot:" + huge, huge: b"boot:1"}
     assert layout.read_beats(beats) == {"n": Beat("boot", 1)}
-    assert layout.read_invalidations({b"ns": b"1.5", huge: b"1.5", b"n": huge}) == {"ns": 1.5}
-    assert layout.read_invalidations({b"n": b"nan", b"m": b"inf", b"l": b"-inf"}) == {}
+    mark = b"0123456789abcdef:1763718000"
+    marks = {b"ns": mark, huge: mark, b"n": huge, b"m": mark + b"0" * 4096}
+    assert layout.read_invalidations(marks) == {"ns": Invalidation(mark[:16].decode(), 1763718000)}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(b"", b"1.5", b"1e300", b"nan", b"0123456789abcdef", b"0123456789abcdef:"),
+        *(b":1", b"0123456789ABCDEF:1", b"0123456789abcde:1", b"0123456789abcdef:-1"),
+        *(b"0123456789abcdef:1e300", b"0123456789abcdef:nan", b"0123456789abcdef:1\n"),
+        b"0123456789abcdef:1234567890123",
+    ],
+)
+def test_what_is_no_mark_of_an_invalidation_is_left_out(value: bytes) -> None:
+    assert layout.read_invalidations({b"ns": value}) == {}
