@@ -310,7 +310,7 @@ class Inserts:
         until = self.loop.time() + one.request.wait_seconds
         arrival = Arrival(part.address, part.header, one.request.ttl_seconds)
         try:
-            item = self.handoffs.reserve(arrival, until)
+            item = await self.handoffs.reserve(arrival, until)
             if item is None:
                 self.waiting.arrived(part.address)  # waiters of this host now queue for it
                 item = await self.handoffs.admitted(arrival, until)
