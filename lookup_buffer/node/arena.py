@@ -59,6 +59,13 @@ with many ranks count more: see `pin_size`."""
 PINS_OWN: Final = 32
 EXPIRED_PAGE: Final = 200
 """So many expired items are removed at once: about 6 ms."""
+EVICTED_MAX: Final = 4000
+"""So many items are evicted at once: about 0.1 s. An item of 130 MB takes the place of so many of
+32 KB."""
+
+
+class Evicting(BufferFull):
+    """There will be room: what was in the way is being evicted, in parts. Try again."""
 
 
 @dataclass(slots=True)
@@ -304,6 +311,7 @@ class Arena:
 
         Raises:
             TensorTooLarge: it exceeds the whole arena.
+            Evicting: EVICTED_MAX were evicted, and more have to be.
             BufferFull: pins and reservations would exceed their share, or evicting all that may
                 be evicted does not make enough room.
         """
@@ -334,6 +342,7 @@ class Arena:
 
         Raises:
             TensorTooLarge: it exceeds the share of hand-offs.
+            Evicting: EVICTED_MAX were evicted, and more have to be.
             BufferFull: that share (or, if `wanted`, also that of pins) is used up, or evicting all
                 that may be evicted does not make enough room; what has expired was not removed.
         """
@@ -533,8 +542,10 @@ class Arena:
                 f"no memory for {nbytes} bytes: everything that could be evicted is pinned or "
                 "being written; release views or raise capacity_bytes"
             )
-        for at in window:
+        for at in window[:EVICTED_MAX]:
             self.remove(self._by_use[at], GoneReason.EVICTED)
+        if len(window) > EVICTED_MAX:
+            raise Evicting(f"room for {nbytes} bytes is being made; insert it again")
         offset = self._allocator.allocate(nbytes)
         assert offset is not None, "they made the room"
         return offset

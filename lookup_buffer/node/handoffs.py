@@ -32,7 +32,7 @@ from typing import Any, Final
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
-from lookup_buffer.node.arena import Arena
+from lookup_buffer.node.arena import Arena, Evicting
 from lookup_buffer.node.connection import Connection, granted
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.items import Item, Pin
@@ -281,7 +281,7 @@ class Handoffs:
             self.arena.abandon(item)
 
     def _try_first(self, arrival: Arrival, until: float) -> None:
-        """Again until what has expired is gone; then it is offered."""
+        """Again until what has expired and what can be evicted is gone; then it is offered."""
         assert arrival.tried is not None
         if arrival.tried.done():  # it was dropped
             return
@@ -290,7 +290,7 @@ class Handoffs:
             item = self._reserve(arrival, wanted=arrival.address in self._queues)
             arrival.tried.set_result(item)
         except BufferFull as error:
-            if self.arena.remove_expired():
+            if self.arena.remove_expired() or isinstance(error, Evicting):
                 self._turns.add(partial(self._try_first, arrival, until))
             elif self.loop.time() >= until:
                 arrival.tried.set_exception(error)

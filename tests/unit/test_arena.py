@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hypothesis_profiles import examples
 from lookup_buffer.errors import BufferFull, TensorTooLarge
 from lookup_buffer.node import arena as arena_module
-from lookup_buffer.node.arena import Arena
+from lookup_buffer.node.arena import Arena, Evicting
 from lookup_buffer.node.items import Item
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.shm.index import IS_ORDERED, LocalIndexReader, digest_of
@@ -452,6 +452,20 @@ def test_what_has_expired_is_removed_in_parts_and_never_found(
         bench.hand_off("a", 64)
         bench.now = 600.0
         assert bench.arena.hold(address_of("a"), 1) is None
+
+
+def test_what_is_in_the_way_is_evicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "EVICTED_MAX", 10)
+    with bench_of(64 * 100) as bench:
+        for number in range(100):
+            bench.fill(str(number), 64)
+        for evicted in (10, 20):
+            with pytest.raises(Evicting):
+                bench.fill("large", 25 * 64)
+            assert bench.removed == [(str(n), "evicted") for n in range(evicted)]
+        bench.fill("large", 25 * 64)
+        assert len(bench.removed) == 25
+        assert bench.arena.gauges().items == 76
 
 
 def test_a_loan_is_never_found_and_goes_with_its_last_pin() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lookup_buffer.errors import NodeUnavailable
-from lookup_buffer.node import insert, turns
+from lookup_buffer.node import arena, insert, turns
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
@@ -260,6 +260,30 @@ def test_others_have_their_turn_between_the_hand_offs_of_one_request(
         taken = node.handoffs.take((NAMESPACE, "full@r"), "a taker")
         assert taken is not None
         node.handoffs.acknowledge(taken.token)
+        node.at_rest()
+        node.inserts.close()
+        node.arena.close()
+        client.staging.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("key", ["large", "large@r"])
+def test_an_insert_waits_until_what_is_in_its_way_is_evicted(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "EVICTED_MAX", 8)
+    count, nbytes = 64, 1 << 14
+
+    async def test() -> None:
+        node, client = Node(count * nbytes), Client(1, STAGED_BYTES)
+        for n in range(count):
+            node.insert(client, [f"k{n}"], [nbytes], [0], 0.0)
+            assert [one["outcome"] for one in await client.results()] == ["stored"]
+            client.sent.clear()
+        node.insert(client, [key], [20 * nbytes], [0], 0.0)
+        assert [one["outcome"] for one in await client.results()] == ["stored"]
+        assert node.arena.gauges().items == count - 20 + 1
         node.at_rest()
         node.inserts.close()
         node.arena.close()
