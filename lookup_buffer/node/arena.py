@@ -21,6 +21,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
@@ -56,6 +57,40 @@ PINS_MAX: Final = 131_072
 """Bound on the pins of all clients, see `shares`: of one at most half as many. Those of an engine
 with many ranks count more: see `pin_size`."""
 PINS_OWN: Final = 32
+EXPIRED_PAGE: Final = 200
+"""So many expired items are removed at once: about 6 ms."""
+EVICTED_MAX: Final = 4000
+"""So many items are evicted at once: about 0.1 s. An item of 130 MB takes the place of so many of
+32 KB."""
+
+
+class Evicting(BufferFull):
+    """There will be room: what was in the way is being evicted, in parts. Try again."""
+
+
+@dataclass(slots=True)
+class _Vain:
+    """For what size there is no window: it was searched for in vain since room came last. One
+    search may examine a part of the arena only, see `Allocator.rounds`."""
+
+    nbytes: int | None = None
+    """The largest of these searches."""
+    first_round: int = 0
+
+    def forget(self) -> None:
+        self.nbytes = None
+
+    def add(self, nbytes: int, rounds: int) -> None:
+        """One more search was in vain; `rounds`: before it."""
+        if self.nbytes is None or self.covers(self.nbytes, rounds):
+            self.nbytes, self.first_round = nbytes, rounds
+        self.nbytes = max(self.nbytes, nbytes)
+
+    def covers(self, nbytes: int, rounds: int) -> bool:
+        """Whether there is none for so many."""
+        if self.nbytes is None or nbytes < self.nbytes:
+            return False
+        return rounds >= self.first_round + 2
 
 
 class Arena:
@@ -99,6 +134,7 @@ class Arena:
         self._handoff_bytes = self._handoff_entries_bytes = 0
         self._wanted_bytes = 0
         """Bytes of hand-offs beyond their share whose takers wait: charged like pins."""
+        self._vain = _Vain()
 
     # -- look up
 
@@ -254,7 +290,7 @@ class Arena:
         if not item.is_handoff:
             item.last_used = self._clock()
             self._by_use[item.offset] = item
-        self.on_room()
+        self._room_came()
 
     # -- write
 
@@ -275,6 +311,7 @@ class Arena:
 
         Raises:
             TensorTooLarge: it exceeds the whole arena.
+            Evicting: EVICTED_MAX were evicted, and more have to be.
             BufferFull: pins and reservations would exceed their share, or evicting all that may
                 be evicted does not make enough room.
         """
@@ -305,15 +342,36 @@ class Arena:
 
         Raises:
             TensorTooLarge: it exceeds the share of hand-offs.
+            Evicting: EVICTED_MAX were evicted, and more have to be.
             BufferFull: that share (or, if `wanted`, also that of pins) is used up, or evicting all
-                that may be evicted does not make enough room.
+                that may be evicted does not make enough room; what has expired was not removed.
         """
-        try:
-            return self._place_handoff(address, header, ttl_seconds, wanted=wanted)
-        except BufferFull:
-            if not self.remove_expired():
-                raise
-            return self._place_handoff(address, header, ttl_seconds, wanted=wanted)
+        nbytes = self._allocator.rounded_bytes(header.nbytes)
+        if nbytes > self.memory.nbytes * HANDOFF_FRACTION:
+            raise TensorTooLarge(
+                f"a hand-off of {nbytes} bytes exceeds half of the arena of "
+                f"{self.memory.nbytes} bytes; raise capacity_bytes"
+            )
+        self._replace_for(address, nbytes)
+        fits = self._fits_handoffs(nbytes, entry_bytes_of(address))
+        if not fits:
+            if not wanted:
+                raise BufferFull(
+                    f"hand-offs use {self._handoff_bytes} bytes of the arena of "
+                    f"{self.memory.nbytes} bytes, and {self._handoff_entries_bytes} of "
+                    f"{self._entries_bytes_max} for bookkeeping; {nbytes} more exceed half; wait "
+                    "for takers or raise capacity_bytes"
+                )
+            self._check_held(nbytes)
+        item = self._place(address, header, "local", ttl_seconds)
+        if fits:
+            item.handoff_bytes = nbytes
+            self._handoff_bytes += nbytes
+            self._handoff_entries_bytes += item.entry_bytes
+        else:
+            item.wanted_bytes = nbytes
+            self._wanted_bytes += nbytes
+        return item
 
     def commit(self, item: Item, checksum: int, owner: int) -> Pin:
         """The bytes of a reservation are complete: from now on readers find the item, unless it is
@@ -358,12 +416,15 @@ class Arena:
         self.on_change(item.address, reason)
 
     def remove_expired(self) -> bool:
-        """Remove all items whose time to live is over. Returns whether there was one."""
-        now, found = self._clock(), False
-        while (item := self._expiring.due(now)) is not None:
-            found = True
+        """Remove up to EXPIRED_PAGE items whose time to live is over; no look-up finds the others.
+        Returns whether there was one."""
+        now = self._clock()
+        for count in range(EXPIRED_PAGE):
+            item = self._expiring.due(now)
+            if item is None:
+                return count > 0
             self.remove(item, GoneReason.EXPIRED)
-        return found
+        return True
 
     def offer(self, address: QualifiedKey, header: TensorHeader) -> None:
         """There will be a hand-off at `address` once there is room for it: see `published`. Its
@@ -412,36 +473,6 @@ class Arena:
                 f"the arena of {self.memory.nbytes} bytes; release views or raise capacity_bytes"
             )
 
-    def _place_handoff(
-        self, address: QualifiedKey, header: TensorHeader, ttl_seconds: float, *, wanted: bool
-    ) -> Item:
-        nbytes = self._allocator.rounded_bytes(header.nbytes)
-        if nbytes > self.memory.nbytes * HANDOFF_FRACTION:
-            raise TensorTooLarge(
-                f"a hand-off of {nbytes} bytes exceeds half of the arena of "
-                f"{self.memory.nbytes} bytes; raise capacity_bytes"
-            )
-        self._replace_for(address, nbytes)
-        fits = self._fits_handoffs(nbytes, entry_bytes_of(address))
-        if not fits:
-            if not wanted:
-                raise BufferFull(
-                    f"hand-offs use {self._handoff_bytes} bytes of the arena of "
-                    f"{self.memory.nbytes} bytes, and {self._handoff_entries_bytes} of "
-                    f"{self._entries_bytes_max} for bookkeeping; {nbytes} more exceed half; wait "
-                    "for takers or raise capacity_bytes"
-                )
-            self._check_held(nbytes)
-        item = self._place(address, header, "local", ttl_seconds)
-        if fits:
-            item.handoff_bytes = nbytes
-            self._handoff_bytes += nbytes
-            self._handoff_entries_bytes += item.entry_bytes
-        else:
-            item.wanted_bytes = nbytes
-            self._wanted_bytes += nbytes
-        return item
-
     def may_admit(self, address: QualifiedKey, nbytes: int) -> bool:
         """Whether the share of hand-offs may have room for this one, quickly: it may replace one
         at its address. False if `reserve_handoff` would refuse it, unless it is wanted."""
@@ -464,6 +495,7 @@ class Arena:
         window = self._allocator.eviction_window(
             nbytes, ages, lambda at: first.get(at, self._last_use(at))
         )
+        self._vain.forget()  # this search was of something else
         if window is not None:
             self.remove(old, "replaced")
 
@@ -504,19 +536,31 @@ class Arena:
     def _evict_for(self, nbytes: int) -> int:
         """Evict neighbours and allocate `nbytes`. Of all runs that suffice, the most recently used
         item of this one was used least recently: see `Allocator.eviction_window`."""
-        by_use = self._by_use
-        ages = ((item.last_used, at) for at, item in by_use.items())
-        window = self._allocator.eviction_window(nbytes, ages, self._last_use)
+        window = self._window_for(nbytes)
         if window is None:
             raise BufferFull(
                 f"no memory for {nbytes} bytes: everything that could be evicted is pinned or "
                 "being written; release views or raise capacity_bytes"
             )
-        for at in window:
-            self.remove(by_use[at], GoneReason.EVICTED)
+        for at in window[:EVICTED_MAX]:
+            self.remove(self._by_use[at], GoneReason.EVICTED)
+        if len(window) > EVICTED_MAX:
+            raise Evicting(f"room for {nbytes} bytes is being made; insert it again")
         offset = self._allocator.allocate(nbytes)
         assert offset is not None, "they made the room"
         return offset
+
+    def _window_for(self, nbytes: int) -> list[int] | None:
+        """The offsets of what is to be evicted; None if there is no such window. It is searched
+        for only if there may be one."""
+        rounds = self._allocator.rounds
+        if self._vain.covers(nbytes, rounds):
+            return None
+        ages = ((item.last_used, at) for at, item in self._by_use.items())
+        window = self._allocator.eviction_window(nbytes, ages, self._last_use)
+        if window is None:
+            self._vain.add(nbytes, rounds)
+        return window
 
     def _last_use(self, offset: int) -> float | None:
         item = self._by_use.get(offset)
@@ -538,4 +582,8 @@ class Arena:
         self._wanted_bytes -= item.wanted_bytes
         self._by_use.pop(item.offset, None)
         self._allocator.free(item.offset)
+        self._room_came()
+
+    def _room_came(self) -> None:
+        self._vain.forget()
         self.on_room()

@@ -12,7 +12,8 @@ session or the lease ends. Other takers queue meanwhile.
 A hand-off is never evicted, so its insert beyond their share waits until others are taken.
 Meanwhile it is offered: if its taker requests it, it may use the share of pins, because it will not
 stay. So a full share blocks neither takers nor the writers they wait for. There is no order:
-whatever fits is admitted.
+whatever fits is admitted. One attempt to find room may take 40 ms, so they are made one after
+the other (`Turns`).
 
 Takers are sessions of this node (`takes`) and connections of other nodes (`Askers`, admitted by
 `peers`). The lease's token is what a taker acknowledges with, also a client. Everything runs on the
@@ -25,17 +26,19 @@ import secrets
 from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
-from lookup_buffer.node.arena import Arena
+from lookup_buffer.node.arena import Arena, Evicting
 from lookup_buffer.node.connection import Connection, granted
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.items import Item, Pin
 from lookup_buffer.node.links import Link
 from lookup_buffer.node.owned import Owned
+from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import (
     Acknowledge,
@@ -46,7 +49,7 @@ from lookup_buffer.protocol.messages import (
     Take,
     parse,
 )
-from lookup_buffer.times import PEER_PROGRESS_SECONDS, REMEMBERED_SECONDS, TURN_SECONDS
+from lookup_buffer.times import PEER_PROGRESS_SECONDS, REMEMBERED_SECONDS
 from store import GoneReason
 
 TTL_SECONDS = 300.0
@@ -88,8 +91,16 @@ class Arrival:
     address: QualifiedKey
     header: TensorHeader
     ttl_seconds: float | None
+    tried: "asyncio.Future[Item | None] | None" = None
+    """What the first attempt gives: its memory, or None if it is offered from then on."""
     admitted: "asyncio.Future[Item] | None" = None
-    """Its memory, if it is or was queued for it."""
+    """Its memory, if it is or was offered."""
+    refusal: str = ""
+    """Why there was no room."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.header.nbytes
 
 
 @dataclass(slots=True)
@@ -104,19 +115,26 @@ class Handoffs:
         default_factory=dict
     )
     """The queued takers, and where each receives its lease: None if there is none to wait for."""
-    _offers: dict[QualifiedKey, list[Arrival]] = field(default_factory=dict)
+    _offers: dict[QualifiedKey, dict[Arrival, None]] = field(default_factory=dict)
     """The inserts that found no space, until they are settled."""
     _held_back: set[QualifiedKey] = field(default_factory=set)
+    _turns: Turns = field(init=False)
+    """Attempts to find space."""
+    _wanted: set[QualifiedKey] = field(default_factory=set)
+    """Where one of them is to be made for a taker."""
     _looking: bool = False
-    """An attempt to admit queued inserts is scheduled."""
+    """All that are offered are being tried."""
     _untried: deque[Arrival] = field(default_factory=deque)
-    """Those that the attempt under way has not come to."""
+    """Those of them that are still to be tried."""
     _refused_bytes: int | None = None
-    """For so many there was no room in this attempt."""
-    _has_room: bool = False
-    """There is more room than when it began."""
+    """For so many there was no room since that began."""
+    _rooms: int = 0
+    """How often room came."""
+    _looked_at: int = 0
+    """How often it had come when that began."""
 
     def __post_init__(self) -> None:
+        self._turns = Turns(self.loop)
         self.arena.on_room = self._room_came
 
     # -- takers
@@ -199,7 +217,7 @@ class Handoffs:
 
     # -- producers
 
-    def reserve(self, arrival: Arrival, until: float) -> Item | None:
+    async def reserve(self, arrival: Arrival, until: float) -> Item | None:
         """Memory for a hand-off. None if there is no room: it is offered from now on, and
         `admitted` waits. Call `landed` once the insert is settled, and its takers are served.
 
@@ -207,17 +225,9 @@ class Handoffs:
             TensorTooLarge, BufferFull: see `Arena.reserve_handoff`; BufferFull only after
                 `until`, by the loop's clock.
         """
-        address = arrival.address
-        try:
-            return self._reserve(arrival)
-        except BufferFull:
-            if self.loop.time() >= until:
-                raise
-        arrival.admitted = self.loop.create_future()
-        self._offers.setdefault(address, []).append(arrival)
-        self.arena.offer(address, arrival.header)  # published, for takers on other nodes
-        self._try(arrival)  # the first attempt may have made room
-        return None
+        arrival.tried = self.loop.create_future()
+        self._turns.add(partial(self._try_first, arrival, until))
+        return await granted(arrival.tried, None, self._abandon)
 
     async def admitted(self, arrival: Arrival, until: float) -> Item:
         """Memory for a hand-off that is offered, as soon as there is room.
@@ -227,17 +237,17 @@ class Handoffs:
         """
         assert arrival.admitted is not None
         try:
-            return await granted(arrival.admitted, until, self.arena.abandon)
+            return await granted(arrival.admitted, until, self._abandon)
         except TimeoutError:
-            return self._reserve(arrival)
+            raise BufferFull(arrival.refusal) from None
 
     def landed(self, arrival: Arrival) -> None:
         """End its offer, if there was one. Idempotent."""
         address = arrival.address
-        offers = self._offers.get(address, [])
+        offers = self._offers.get(address, {})
         if arrival not in offers:
             return
-        offers.remove(arrival)
+        del offers[arrival]
         if not offers:
             del self._offers[address]
             self.arena.retract(address)
@@ -255,15 +265,49 @@ class Handoffs:
 
     # -- space
 
-    def _reserve(self, arrival: Arrival, *, wanted: bool = False) -> Item:
-        """`wanted`: a taker waits for it that is not queued."""
-        wanted = wanted or arrival.address in self._queues
+    def _reserve(self, arrival: Arrival, *, wanted: bool) -> Item:
+        """`wanted`: a taker waits for it."""
         ttl_seconds = TTL_SECONDS if arrival.ttl_seconds is None else arrival.ttl_seconds
-        return self.arena.reserve_handoff(
-            arrival.address, arrival.header, ttl_seconds=ttl_seconds, wanted=wanted
-        )
+        try:
+            return self.arena.reserve_handoff(
+                arrival.address, arrival.header, ttl_seconds=ttl_seconds, wanted=wanted
+            )
+        except BufferFull as error:
+            arrival.refusal = str(error)
+            raise
 
-    def _try(self, arrival: Arrival, *, wanted: bool = False) -> bool:
+    def _abandon(self, item: Item | None) -> None:
+        if item is not None:
+            self.arena.abandon(item)
+
+    def _try_first(self, arrival: Arrival, until: float) -> None:
+        """Again until what has expired and what can be evicted is gone; then it is offered."""
+        assert arrival.tried is not None
+        if arrival.tried.done():  # it was dropped
+            return
+        before = self._rooms
+        try:
+            item = self._reserve(arrival, wanted=arrival.address in self._queues)
+            arrival.tried.set_result(item)
+        except BufferFull as error:
+            if self.arena.remove_expired() or isinstance(error, Evicting):
+                self._turns.add(partial(self._try_first, arrival, until))
+            elif self.loop.time() >= until:
+                arrival.tried.set_exception(error)
+            else:
+                self._offer(arrival)
+                arrival.tried.set_result(None)
+                if self._rooms > before:  # the attempt made some
+                    self._begin_look()
+        except LookupBufferError as error:
+            arrival.tried.set_exception(error)
+
+    def _offer(self, arrival: Arrival) -> None:
+        arrival.admitted = self.loop.create_future()
+        self._offers.setdefault(arrival.address, {})[arrival] = None
+        self.arena.offer(arrival.address, arrival.header)  # published, for takers on other nodes
+
+    def _try(self, arrival: Arrival, *, wanted: bool) -> bool:
         """Returns whether it waits no longer for space."""
         assert arrival.admitted is not None
         try:
@@ -273,35 +317,57 @@ class Handoffs:
             return False
         return True
 
+    def _want(self, address: QualifiedKey) -> None:
+        """A taker waits for one of those that are offered there."""
+        if address not in self._wanted:
+            self._wanted.add(address)
+            self._turns.add(partial(self._try_wanted, address))
+
+    def _try_wanted(self, address: QualifiedKey) -> None:
+        """The smallest, unless one is admitted already: if it has no room, none has."""
+        self._wanted.discard(address)
+        offers = self._offers.get(address, {})
+        if not any(_is_admitted(arrival) for arrival in offers):
+            waiting = (each for each in offers if each.admitted and not each.admitted.done())
+            smallest = min(waiting, key=lambda arrival: arrival.nbytes, default=None)
+            if smallest is None or self._try(smallest, wanted=True):
+                return
+            if self.arena.remove_expired():
+                self._want(address)
+
     def _room_came(self) -> None:
-        self._has_room = True
+        self._rooms += 1
+        self._begin_look()
+
+    def _begin_look(self) -> None:
         if self._offers and not self._looking:
             self._looking = True
-            self.loop.call_soon(self._look)
+            self._turns.add(self._look)
 
     def _look(self) -> None:
-        """Admit what fits, for about TURN_SECONDS; the next turns of the loop go on with it."""
-        if not self._untried:
-            self.arena.remove_expired()
-            self._has_room, self._refused_bytes = False, None
-            self._untried.extend(chain.from_iterable(self._offers.values()))
-        until = self.loop.time() + TURN_SECONDS
-        while self._untried:
+        """Admit what fits of all that is offered."""
+        self._looked_at, self._refused_bytes = self._rooms, None
+        self.arena.remove_expired()  # after which there may be room once more
+        for address in self._queues:
+            if address in self._offers:
+                self._want(address)
+        self._untried.extend(chain.from_iterable(self._offers.values()))
+        self._turns.add(self._look_on)
+
+    def _look_on(self) -> None:
+        if self._untried:
             self._look_at(self._untried.popleft())
-            if self.loop.time() >= until:
-                break
-        self._looking = bool(self._untried or (self._has_room and self._offers))
-        if self._looking:
-            self.loop.call_soon(self._look)
+            self._turns.add(self._look_on)
+        else:
+            self._looking = False
+            if self._rooms > self._looked_at:
+                self._begin_look()
 
     def _look_at(self, arrival: Arrival) -> None:
-        nbytes, wanted = arrival.header.nbytes, arrival.address in self._queues
-        if not wanted:
-            if self._refused_bytes is not None and nbytes >= self._refused_bytes:
-                return  # there was no room for a smaller one
-            if not self.arena.may_admit(arrival.address, nbytes):
-                return
-        if not self._try(arrival) and not wanted:
+        nbytes = arrival.nbytes
+        if self._refused_bytes is not None and nbytes >= self._refused_bytes:
+            return  # there was no room for a smaller one
+        if self.arena.may_admit(arrival.address, nbytes) and not self._try(arrival, wanted=False):
             self._refused_bytes = nbytes
 
     # -- leases
@@ -330,15 +396,13 @@ class Handoffs:
                 del self._queues[address]
 
     def _lease(self, address: QualifiedKey, taker: Hashable) -> Lease | None:
-        """A lease on the item, if it is READY. If it is only offered, space is made for it."""
+        """A lease on the item, if it is READY. If it is only offered, space is made for it soon."""
         if address in self._held_back:
             return None
         item = self.arena.touch(address)
-        if item is None:
-            for arrival in list(self._offers.get(address, ())):
-                self._try(arrival, wanted=True)
-            return None
-        if item.is_leased:
+        if item is None and address in self._offers:
+            self._want(address)
+        if item is None or item.is_leased:
             return None
         held, item.is_leased = self.arena.pin(item, HANDOFF_OWNER), True
         token = secrets.randbits(63)
@@ -379,6 +443,12 @@ class Handoffs:
         lease.held.item.is_leased = False
         self.arena.release([lease.held.ticket], HANDOFF_OWNER)
         self._serve(lease.held.item.address)
+
+
+def _is_admitted(arrival: Arrival) -> bool:
+    """Whether it has its memory: it will be there, unless its client leaves."""
+    admitted = arrival.admitted
+    return admitted is not None and admitted.done() and not admitted.cancelled()
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from typing import Any
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.announcements import Announcements
-from lookup_buffer.node.arena import Arena
+from lookup_buffer.node.arena import Arena, Evicting
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection, Fields, Session, Tasks
 from lookup_buffer.node.counters import Counters
@@ -43,6 +43,7 @@ LOOK_AGAIN_SECONDS = 0.02
 """The end of a fetch does not resume waiting inserts, so they check this often."""
 WRITING_SECONDS_MAX = 5.0
 """An insert waits so long for another one, or for a fetch, that writes the same key."""
+BUSY = "this key is being written, or room is being made for it; insert it again"
 PART_BYTES = 1 << 10
 """About what one part of a request occupies, beside the text of its key: also once it has its
 result, while others of the request wait."""
@@ -260,11 +261,14 @@ class Inserts:
     # -- shared items
 
     def _reserve(self, one: _Inserting, part: _Part) -> Item | None:
-        """Memory for a part; None if it has its result, or if another one is writing the key."""
+        """Memory for a part; None if it has its result, or has to be tried again: another one is
+        writing the key, or there is no room yet."""
         try:
             item = self.arena.reserve(
                 part.address, part.header, origin="local", ttl_seconds=one.request.ttl_seconds
             )
+        except Evicting:
+            return None
         except LookupBufferError as error:
             self._refuse(part, error)
             return None
@@ -274,14 +278,14 @@ class Inserts:
         return item
 
     async def _retry(self, one: _Inserting, part: _Part) -> None:
-        """Another one is writing the key: insert it if that fails, and refuse it if that takes
-        long, as a transfer over a slow network may."""
+        """Another one is writing the key: insert it if that fails. Or room is being made for it.
+        Refuse it if that takes long, as a transfer over a slow network may."""
         until = self.loop.time() + WRITING_SECONDS_MAX
         while (item := self._reserve(one, part)) is None:
             if part.result is not None:
                 return
             if self.loop.time() >= until:
-                self._refuse(part, BufferFull("this key is being written; insert it again"))
+                self._refuse(part, BufferFull(BUSY))
                 return
             await self.waiting.pause(part.address, LOOK_AGAIN_SECONDS)
         one.admitted()
@@ -310,7 +314,7 @@ class Inserts:
         until = self.loop.time() + one.request.wait_seconds
         arrival = Arrival(part.address, part.header, one.request.ttl_seconds)
         try:
-            item = self.handoffs.reserve(arrival, until)
+            item = await self.handoffs.reserve(arrival, until)
             if item is None:
                 self.waiting.arrived(part.address)  # waiters of this host now queue for it
                 item = await self.handoffs.admitted(arrival, until)

@@ -14,7 +14,7 @@ many and not drawn, nor is `connection` to other nodes.
       server ─► closer                              descriptors that clients passed [lb-close]
       server ─► insert ─► arena                     insert; copies above 512 KiB [lb-copy]
                ├─► staging                          clients' memory: checked, mapped
-               ├─► handoffs                         hand-offs that wait for space
+               ├─► handoffs ─► turns, arena         hand-offs that wait for space
                ├─► announcements ─► takes           ownership of a hand-off; queries the other owner
                ├─► claims ─► read                   a stored output ends its claim
                └─► read, locate                     readers of the key continue
@@ -36,6 +36,7 @@ many and not drawn, nor is `connection` to other nodes.
 
       registrar ─► membership ─► store              heartbeats, and who is alive
                ├─► invalidations ─► arena           namespaces whose items are dropped
+               ├─► expiry ─► arena                  items whose time to live is over
                ├─► store                            records, statistics
                ├─► announcements                    the store's replies on hand-offs
                └─► devices                          other nodes' device pools

@@ -36,6 +36,7 @@ from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.node.descriptions import Descriptions
 from lookup_buffer.node.devices import Pools, Sightings
 from lookup_buffer.node.dirty_set import AGAIN_PER_SECOND_MAX, Change, DirtySet
+from lookup_buffer.node.expiry import Expiry
 from lookup_buffer.node.invalidations import Invalidations
 from lookup_buffer.node.items import Item
 from lookup_buffer.node.membership import Directory, Heartbeat, Identity
@@ -130,6 +131,7 @@ class Registrar:
     _missed_left: int = MISSED_MAX
     _version: str = field(init=False)
     _descriptions: Descriptions = field(init=False)
+    _expiry: Expiry = field(init=False)
     _invalidations: Invalidations = field(init=False)
     _failures: FailureLog = field(init=False)
     _tasks: PeriodicTasks = field(init=False)
@@ -141,6 +143,7 @@ class Registrar:
         self.breaker, self.dirty = Breaker(clock), DirtySet(clock)
         self.heartbeat = Heartbeat(self.identity, clock)
         self._beat_at = self._walked_at = clock()
+        self._expiry = Expiry(self.loop, self.arena)
         self._invalidations = Invalidations(self.loop, self.arena)
         self._failures = FailureLog(clock)
         self._version = distribution_version()  # which reads files: later there may be none free
@@ -416,7 +419,7 @@ class Registrar:
     # -- a beat
 
     async def _beat(self, store: MetadataStore, began: float) -> None:
-        self.arena.remove_expired()
+        self._expiry.begin()
         is_new = not self.read_only and await self._own_beat(store)
         await self.directory.refresh(store)
         if not (self.read_only or self.heartbeat.established):

@@ -3,15 +3,16 @@
 Pure bookkeeping: no memory, no I/O, no clock. Not thread-safe. The node's arena and the shared
 memory of a pipe use it. The content of the blocks does not matter here.
 
-One list holds the allocated blocks by address. A gap is the space between two neighbours in it,
-so adjacent gaps are merged by construction. A second list holds the gaps by size, for best fit.
+The allocated blocks are sorted by address. A gap is the space between two neighbours among them,
+so adjacent gaps are merged by construction. The gaps are sorted by size, for best fit.
 """
 
 import math
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
+
+from lookup_buffer.shm.sorted_ints import SortedInts
 
 _MAX_ADDRESS_BITS: Final = 56
 _BY_AGE_FRACTION: Final = 16
@@ -29,10 +30,10 @@ class Allocator:
     Blocks are rounded up to the alignment, and a block of zero bytes takes one unit of it, so
     every block has an offset of its own. All sizes reported here are rounded sizes.
 
-    `allocate` and `free` cost two or three binary searches and insertions into flat lists (about
-    15 µs among 100,000 blocks). `eviction_window` examines as few blocks as possible, from the
-    oldest on: one if all have one size, some hundreds of 100,000 if two neighbours must be
-    evicted; 12,000, which takes 15 ms, if eight must be.
+    `allocate` and `free` cost some binary searches (about 5 µs, however many blocks there are).
+    `eviction_window` examines as few blocks as possible, from the oldest on: one if all have one
+    size, some hundreds of 100,000 if two neighbours must be evicted; 12,000, which takes 15 ms, if
+    eight must be.
     """
 
     def __init__(self, capacity_bytes: int, alignment: int = 64) -> None:
@@ -40,12 +41,14 @@ class Allocator:
             raise ValueError(f"capacity {capacity_bytes} with alignment {alignment}")
         self.alignment: Final = alignment
         self.capacity_bytes: Final = capacity_bytes - capacity_bytes % alignment
-        self._offsets: list[int] = []  # of allocated blocks, ascending
+        self._offsets = SortedInts()  # of allocated blocks
         self._sizes: dict[int, int] = {}  # offset → bytes
-        self._gaps: list[int] = []  # size << _MAX_ADDRESS_BITS | offset, ascending
+        self._gaps = SortedInts()  # size << _MAX_ADDRESS_BITS | offset
         self._used_bytes = 0
         self._next_offset = 0
         """From here on `eviction_window` will examine blocks by address."""
+        self.rounds = 0
+        """How often it came to the end of the range: two more, and in between it examined all."""
         self._add_gap(0, self.capacity_bytes)
 
     @property
@@ -56,7 +59,7 @@ class Allocator:
     @property
     def largest_free_bytes(self) -> int:
         """The largest block that `allocate` can give now."""
-        return self._gaps[-1] >> _MAX_ADDRESS_BITS if self._gaps else 0
+        return (self._gaps.highest or 0) >> _MAX_ADDRESS_BITS
 
     def __len__(self) -> int:
         """The number of allocated blocks."""
@@ -74,13 +77,13 @@ class Allocator:
         Uses the low end of the smallest gap that fits; among equal gaps, of the lowest.
         """
         size = self.rounded_bytes(nbytes)
-        position = bisect_left(self._gaps, size << _MAX_ADDRESS_BITS)
-        if position == len(self._gaps):
+        gap = self._gaps.at_least(size << _MAX_ADDRESS_BITS)
+        if gap is None:
             return None
-        gap = self._gaps.pop(position)
+        self._gaps.remove(gap)
         offset = gap & ((1 << _MAX_ADDRESS_BITS) - 1)
         self._add_gap(offset + size, (gap >> _MAX_ADDRESS_BITS) - size)
-        insort(self._offsets, offset)
+        self._offsets.add(offset)
         self._sizes[offset] = size
         self._used_bytes += size
         return offset
@@ -92,9 +95,8 @@ class Allocator:
             KeyError: there is no such block (freed twice, or never allocated).
         """
         size = self._sizes.pop(offset)
-        index = bisect_left(self._offsets, offset)
-        start, end = self._end_of(index - 1), self._start_of(index + 1)
-        del self._offsets[index]
+        start, end = self._room_around(offset)
+        self._offsets.remove(offset)
         self._used_bytes -= size
         self._remove_gap(start, offset - start)
         self._remove_gap(offset + size, end - offset - size)
@@ -125,60 +127,67 @@ class Allocator:
         if size > self.capacity_bytes:
             return None
         found = self._search_by_age(size, oldest_first)
-        lowest, highest = found or self._next_blocks(size)
-        run = self._best_run(size, time_of, lowest, highest)
-        return None if run is None else self._offsets[run]
+        first, count = found or self._next_blocks(size)
+        return self._best_run(size, time_of, self._offsets.from_rank(first, count))
 
     def _search_by_age(
         self, size: int, oldest_first: Iterable[tuple[float, int]]
     ) -> tuple[int, int] | None:
-        """The indexes of the first and the last block between which the best run lies; None if
+        """The rank of the first block among which the best run lies, and their number; None if
         that needs a look at too many blocks.
 
         It adds blocks from the oldest on, and joins each to the neighbours added before, until a
         run suffices. The best run contains no younger block.
         """
         examined_max = min(max(_BY_AGE_MIN, len(self) // _BY_AGE_FRACTION), _BY_AGE_MAX)
-        last_of: dict[int, int] = {}  # last block of each run so far, by its first block
-        first_of: dict[int, int] = {}  # first block, by its last block
-        lowest, highest, found_time = len(self), -1, math.inf
+        start_of: dict[int, int] = {}  # where each run so far begins with its gap, by its end
+        end_of: dict[int, int] = {}  # where it ends with its gap, by its start
+        lowest, highest, found_time = self.capacity_bytes, -1, math.inf
         for examined, (time, offset) in enumerate(oldest_first):
             if time > found_time or examined >= (examined_max if highest < 0 else 2 * _BY_AGE_MAX):
                 break
-            index = bisect_left(self._offsets, offset)
-            first, last = first_of.pop(index - 1, index), last_of.pop(index + 1, index)
-            last_of[first], first_of[last] = last, first
-            if self._start_of(last + 1) - self._end_of(first - 1) >= size:
+            start, end = self._room_around(offset)
+            start = start_of.pop(offset, start)  # of the run that ends where this block begins
+            end = end_of.pop(offset + self._sizes[offset], end)
+            start_of[end], end_of[start] = start, end
+            if end - start >= size:
                 # Continue: other blocks of the same age may form a run with fewer bytes.
-                lowest, highest, found_time = min(lowest, first), max(highest, last), time
-        return (lowest, highest) if highest >= 0 else None
+                lowest, highest, found_time = min(lowest, start), max(highest, end), time
+        if highest < 0:
+            return None
+        first = self._offsets.rank(lowest)
+        return first, self._offsets.rank(highest) - first
 
     def _next_blocks(self, size: int) -> tuple[int, int]:
-        """The indexes of the first and the last block of those to examine by address: where a block
-        of `size` has room more than once. The next call goes on where such a block could begin."""
+        """The rank of the first block of those to examine by address, and their number: where a
+        block of `size` has room more than once. The next call goes on where such a block could
+        begin."""
         offsets = self._offsets
         first = min(
-            bisect_left(offsets, self._next_offset),
+            offsets.rank(self._next_offset),
             max(0, len(self) - _BY_ADDRESS),
-            bisect_left(offsets, self.capacity_bytes - 2 * size),
+            offsets.rank(max(0, self.capacity_bytes - 2 * size)),
         )
-        end = max(first + _BY_ADDRESS, bisect_left(offsets, self._end_of(first - 1) + 2 * size))
-        self._next_offset = offsets[end] - size if end < len(self) else 0
-        return first, min(end, len(self)) - 1
+        (lowest,) = offsets.from_rank(first, 1)
+        end = max(first + _BY_ADDRESS, offsets.rank(self._room_around(lowest)[0] + 2 * size))
+        rest = offsets.from_rank(end, 1)
+        self._next_offset = max(0, rest[0] - size) if rest else 0
+        self.rounds += not rest
+        return first, end - first
 
     def _best_run(
-        self, size: int, time_of: Callable[[int], float | None], lowest: int, highest: int
-    ) -> slice | None:
-        """The best run for `eviction_window` from block `lowest` to `highest`."""
-        offsets, sizes = self._offsets, self._sizes
+        self, size: int, time_of: Callable[[int], float | None], blocks: list[int]
+    ) -> list[int] | None:
+        """The best run for `eviction_window` among neighbouring blocks."""
+        sizes = self._sizes
         best_time, best_bytes = math.inf, 0
         best_run: slice | None = None
         youngest: deque[tuple[float, int]] = deque()  # (time, index) in the run, times descending
-        first = lowest  # the run is offsets[first : last + 1]
-        start = self._end_of(lowest - 1)  # start of the gap before the run
+        first = 0  # the run is blocks[first : last + 1]
+        start = self._room_around(blocks[0])[0]  # start of the gap before the run
+        ends = [*blocks[1:], self._room_around(blocks[-1])[1]]
         run_bytes = 0
-        for last in range(lowest, highest + 1):
-            offset = offsets[last]
+        for last, (offset, end) in enumerate(zip(blocks, ends, strict=True)):
             block_bytes = sizes[offset]
             time = time_of(offset)
             if time is None or time > best_time:
@@ -190,35 +199,30 @@ class Allocator:
             while youngest and youngest[-1][0] <= time:
                 youngest.pop()
             youngest.append((time, last))
-            end = self._start_of(last + 1)
             if end - start < size:
                 continue
             # Of the runs that end here the shortest is best: all others contain its blocks.
-            while first < last and end - (after := self._end_of(first)) >= size:
-                run_bytes -= sizes[offsets[first]]
+            while first < last and end - (after := blocks[first] + sizes[blocks[first]]) >= size:
+                run_bytes -= sizes[blocks[first]]
                 first, start = first + 1, after
             while youngest[0][1] < first:
                 youngest.popleft()
             time = youngest[0][0]
             if best_run is None or (time, run_bytes) < (best_time, best_bytes):
                 best_time, best_bytes, best_run = time, run_bytes, slice(first, last + 1)
-        return best_run
+        return None if best_run is None else blocks[best_run]
 
-    def _start_of(self, index: int) -> int:
-        """The start of the block; after the last block, the end of the range."""
-        return self._offsets[index] if index < len(self._offsets) else self.capacity_bytes
-
-    def _end_of(self, index: int) -> int:
-        """The end of the block; before the first block, the start of the range."""
-        if index < 0:
-            return 0
-        offset = self._offsets[index]
-        return offset + self._sizes[offset]
+    def _room_around(self, offset: int) -> tuple[int, int]:
+        """From the end of the block before to the start of the block after; without one, the start
+        and the end of the range."""
+        before, after = self._offsets.around(offset)
+        start = 0 if before is None else before + self._sizes[before]
+        return start, self.capacity_bytes if after is None else after
 
     def _add_gap(self, offset: int, size: int) -> None:
         if size:
-            insort(self._gaps, size << _MAX_ADDRESS_BITS | offset)
+            self._gaps.add(size << _MAX_ADDRESS_BITS | offset)
 
     def _remove_gap(self, offset: int, size: int) -> None:
         if size:
-            del self._gaps[bisect_left(self._gaps, size << _MAX_ADDRESS_BITS | offset)]
+            self._gaps.remove(size << _MAX_ADDRESS_BITS | offset)

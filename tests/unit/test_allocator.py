@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -108,7 +108,7 @@ def test_gaps_beside_the_blocks_count() -> None:
     offsets = fill(allocator, 2, 1, 2, 1, 2)
     allocator.free(offsets[0])
     allocator.free(offsets[2])
-    last_use = dict.fromkeys(offsets, 1.0)
+    last_use = dict.fromkeys((offsets[1], offsets[3], offsets[4]), 1.0)
     assert allocator.eviction_window(2 * 64, oldest_first(last_use), last_use.get) == []
     assert allocator.eviction_window(5 * 64, oldest_first(last_use), last_use.get) == [offsets[1]]
     assert allocator.eviction_window(6 * 64, oldest_first(last_use), last_use.get) == [
@@ -295,6 +295,12 @@ TestAllocatorMachine.settings = settings(
 )
 
 
+def processor_seconds(work: Callable[[], object]) -> float:
+    started = time.thread_time()
+    work()
+    return time.thread_time() - started
+
+
 @pytest.mark.alone  # lists of that length move at the memory's pace, which others share
 def test_a_hundred_thousand_blocks_do_not_slow_it_down() -> None:
     """Against a walk over so many, on the same machine: a hundredth to a thirtieth of it."""
@@ -310,13 +316,26 @@ def test_a_hundred_thousand_blocks_do_not_slow_it_down() -> None:
             assert new is not None
             allocator.free(new)
 
-    def processor_seconds(work: Callable[[], object]) -> float:
-        started = time.thread_time()
-        work()
-        return time.thread_time() - started
-
     a_walk = min(processor_seconds(lambda: sum(offset > 0 for offset in offsets)) for _ in range(5))
     assert min(processor_seconds(allocate_and_free) for _ in range(5)) / 200 < a_walk / 5
+
+
+@pytest.mark.alone
+def test_to_free_the_oldest_of_very_many_costs_what_it_costs_among_few() -> None:
+    """Among so many it took ten times as long: all that lie behind one were moved."""
+    few, many, some = 20_000, 600_000, 2000
+
+    def seconds_to_free_of(count: int) -> float:
+        allocator = Allocator(64 * count)
+        offsets = iter(fill(allocator, *[1] * count))
+
+        def free() -> None:
+            for offset in islice(offsets, some):
+                allocator.free(offset)
+
+        return min(processor_seconds(free) for _ in range(5))
+
+    assert seconds_to_free_of(many) < 4 * seconds_to_free_of(few)
 
 
 class Ages:

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hypothesis_profiles import examples
 from lookup_buffer.errors import BufferFull, TensorTooLarge
-from lookup_buffer.node.arena import Arena
+from lookup_buffer.node import arena as arena_module
+from lookup_buffer.node.arena import Arena, Evicting
 from lookup_buffer.node.items import Item
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.shm.index import IS_ORDERED, LocalIndexReader, digest_of
@@ -434,12 +435,37 @@ def test_a_hand_off_beyond_the_share_is_kept_if_its_removal_would_not_make_room(
         assert bench.removed == []
 
 
-def test_expired_hand_offs_make_room() -> None:
+def test_what_has_expired_is_removed_in_parts_and_never_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arena_module, "EXPIRED_PAGE", 10)
     with bench_of() as bench:
-        bench.hand_off("old", 4800)
+        for number in range(25):
+            bench.hand_off(str(number), 64)
+        assert not bench.arena.remove_expired()
         bench.now = 300.0
-        bench.hand_off("new", 4800)
-        assert bench.removed == [("old", "expired")]
+        for removed in (10, 20, 25):
+            assert bench.arena.remove_expired()
+            assert bench.removed == [(str(n), "expired") for n in range(removed)]
+            assert bench.arena.gauges().items == 25 - removed
+        assert not bench.arena.remove_expired()
+        bench.hand_off("a", 64)
+        bench.now = 600.0
+        assert bench.arena.hold(address_of("a"), 1) is None
+
+
+def test_what_is_in_the_way_is_evicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "EVICTED_MAX", 10)
+    with bench_of(64 * 100) as bench:
+        for number in range(100):
+            bench.fill(str(number), 64)
+        for evicted in (10, 20):
+            with pytest.raises(Evicting):
+                bench.fill("large", 25 * 64)
+            assert bench.removed == [(str(n), "evicted") for n in range(evicted)]
+        bench.fill("large", 25 * 64)
+        assert len(bench.removed) == 25
+        assert bench.arena.gauges().items == 76
 
 
 def test_a_loan_is_never_found_and_goes_with_its_last_pin() -> None:

@@ -36,9 +36,14 @@ class Owner:
 
     def insert(self, nbytes: int = 100, ttl_seconds: float = 300.0) -> int:
         """The generation."""
-        item = self.handoffs.reserve(arrival_of(nbytes, ttl_seconds), until=0.0)
+        item = self.reserve(arrival_of(nbytes, ttl_seconds), until=0.0)
         assert item is not None
         return self.land(item)
+
+    def reserve(self, arrival: Arrival, until: float) -> Item | None:
+        reserving = self.loop.create_task(self.handoffs.reserve(arrival, until))
+        self.loop.run(0.0)
+        return reserving.result()
 
     def land(self, item: Item) -> int:
         pin = self.arena.commit(item, 1, WRITER)
@@ -255,11 +260,11 @@ def test_an_item_that_expires_in_a_lease_is_not_taken_again(owner: Owner) -> Non
 
 def test_an_offer_keeps_the_queue_until_it_is_withdrawn(owner: Owner) -> None:
     until = 1000.0
-    rest = owner.handoffs.reserve(arrival_of(500_000, 300.0, (NAME[0], "rest@r")), until)
+    rest = owner.reserve(arrival_of(500_000, 300.0, (NAME[0], "rest@r")), until)
     assert rest is not None
     owner.land(rest)
     arrival = arrival_of(100_000, 300.0)
-    assert owner.handoffs.reserve(arrival, until) is None, "there is no room"
+    assert owner.reserve(arrival, until) is None, "there is no room"
     offered = owner.arena.published(NAME)
     assert offered is not None
     assert (offered.checksum, owner.is_there()) == (0, False)
@@ -279,7 +284,7 @@ def test_an_offer_keeps_the_queue_until_it_is_withdrawn(owner: Owner) -> None:
     assert owner.handoffs.acknowledge(taker.token)
     assert owner.arena.published(NAME) is None
     arrival = arrival_of(100_000, 300.0)
-    assert owner.handoffs.reserve(arrival, until) is None
+    assert owner.reserve(arrival, until) is None
     inserting = owner.loop.create_task(owner.handoffs.admitted(arrival, until))
     taker = Taker(owner).take()
     assert taker.told == []
@@ -290,11 +295,11 @@ def test_an_offer_keeps_the_queue_until_it_is_withdrawn(owner: Owner) -> None:
 
 def test_an_impatient_taker_makes_room_for_what_is_offered(owner: Owner) -> None:
     """It will come again, and must find it then."""
-    rest = owner.handoffs.reserve(arrival_of(500_000, 300.0, (NAME[0], "rest@r")), 9.0)
+    rest = owner.reserve(arrival_of(500_000, 300.0, (NAME[0], "rest@r")), 9.0)
     assert rest is not None
     owner.land(rest)
     arrival = arrival_of(100_000, 300.0)
-    assert owner.handoffs.reserve(arrival, 9.0) is None
+    assert owner.reserve(arrival, 9.0) is None
     assert Taker(owner).take(patient=False).told == [None]
     assert arrival.admitted is not None
     owner.land(arrival.admitted.result())
@@ -306,11 +311,11 @@ def test_an_impatient_taker_makes_room_for_what_is_offered(owner: Owner) -> None
 def test_an_insert_that_is_cancelled_in_the_queue_leaves_its_space(
     owner: Owner, is_admitted: bool
 ) -> None:
-    rest = owner.handoffs.reserve(arrival_of(500_000, 300.0, (NAME[0], "rest@r")), 9.0)
+    rest = owner.reserve(arrival_of(500_000, 300.0, (NAME[0], "rest@r")), 9.0)
     assert rest is not None
     owner.land(rest)
     used_bytes, arrival = owner.arena.gauges().handoff_bytes, arrival_of(100_000, 300.0)
-    assert owner.handoffs.reserve(arrival, 9.0) is None
+    assert owner.reserve(arrival, 9.0) is None
     inserting = owner.loop.create_task(owner.handoffs.admitted(arrival, 9.0))
     owner.loop.run(1.0)
     if is_admitted:

@@ -129,7 +129,7 @@ class HandoffMachine(RuleBasedStateMachine):
             entry.value = entry.token = None  # it gave way to one that is being written
 
     def is_offered(self, key: str) -> bool:
-        offers = self.handoffs._offers.get(self.address(key), [])
+        offers = self.handoffs._offers.get(self.address(key), {})
         return any(one.arrival in offers for one in self.entries[key].offered)
 
     def granted(self, key: str, lease: Lease) -> None:
@@ -277,7 +277,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
         async def insert() -> None:
             try:
-                item = self.handoffs.reserve(arrival, until)
+                item = await self.handoffs.reserve(arrival, until)
                 if item is None:
                     item = await self.handoffs.admitted(arrival, until)
                 self.forget_what_is_over()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lookup_buffer.errors import NodeUnavailable
-from lookup_buffer.node import insert
+from lookup_buffer.node import arena, insert, turns
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
@@ -222,6 +222,68 @@ def test_others_have_their_turn_between_the_parts_of_one_request(
         while node.inserts._inserting:
             await asyncio.sleep(0)
         assert parts < node.arena.gauges().items < parts + 5
+        node.at_rest()
+        node.inserts.close()
+        node.arena.close()
+        client.staging.close()
+
+    asyncio.run(test())
+
+
+def test_others_have_their_turn_between_the_hand_offs_of_one_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To find that there is no room for one may take 40 ms."""
+    monkeypatch.setattr(turns, "TURN_SECONDS", -1.0)
+    parts = 20
+
+    async def test() -> None:
+        node, client, tried = Node(1 << 20), Client(1, STAGED_BYTES), [0]
+        reserve = node.arena.reserve_handoff
+
+        def counted(*what: Any, **how: Any) -> Item:
+            tried[-1] += 1
+            return reserve(*what, **how)
+
+        node.insert(client, ["full@r"], [500_000], [0], 0.0)
+        await client.results()
+        client.sent.clear()
+        node.arena.reserve_handoff = counted  # type: ignore[method-assign]
+        keys = [f"{n}@r" for n in range(parts)]
+        node.insert(client, keys, [100_000] * parts, [0] * parts, 0.05)
+        while not client.sent:
+            tried.append(0)
+            await asyncio.sleep(0)
+        assert ["BufferFull"] * parts == [one["error"] for one in await client.results()]
+        assert sum(tried) == parts
+        assert max(tried) == 1
+        taken = node.handoffs.take((NAMESPACE, "full@r"), "a taker")
+        assert taken is not None
+        node.handoffs.acknowledge(taken.token)
+        node.at_rest()
+        node.inserts.close()
+        node.arena.close()
+        client.staging.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("key", ["large", "large@r"])
+def test_an_insert_waits_until_what_is_in_its_way_is_evicted(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "EVICTED_MAX", 8)
+    count, nbytes = 64, 1 << 14
+
+    async def test() -> None:
+        node, client = Node(count * nbytes), Client(1, STAGED_BYTES)
+        for n in range(count):
+            node.insert(client, [f"k{n}"], [nbytes], [0], 0.0)
+            assert [one["outcome"] for one in await client.results()] == ["stored"]
+            client.sent.clear()
+        node.insert(client, [key], [20 * nbytes], [0], 0.0)
+        assert [one["outcome"] for one in await client.results()] == ["stored"]
+        assert node.arena.gauges().items == count - 20 + 1
         node.at_rest()
         node.inserts.close()
         node.arena.close()

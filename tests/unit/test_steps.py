@@ -1,6 +1,7 @@
 """How much one request makes a node do, in instructions of Python: a client may hold all that the
 bounds allow it, and then ask for what has to look through that."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from lookup_buffer.node import arena, handoffs
-from lookup_buffer.node.arena import PEER_OWNER, Arena
+from lookup_buffer.errors import BufferFull
+from lookup_buffer.node import arena, turns
+from lookup_buffer.node.arena import EXPIRED_PAGE, PEER_OWNER, Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes, Pools, _Offered
 from lookup_buffer.node.handoffs import Arrival, Handoffs
@@ -35,6 +37,7 @@ class Node:
         self.arena = Arena(capacity_bytes, lambda _address, _reason: None, self.loop.time)
         parts: Any = self.loop
         self.handoffs = Handoffs(parts, self.arena, Counters(), 10.0)
+        self.numbers = itertools.count()
 
     def store(self, name: str, nbytes: int = 0) -> Item:
         header = TensorHeader("uint8", (nbytes,), nbytes) if nbytes else NONE
@@ -45,7 +48,7 @@ class Node:
 
     def hand_off(self, name: str) -> Item:
         arrival = Arrival((NAMESPACE, name), NONE, 300.0)
-        item = self.handoffs.reserve(arrival, until=0.0)
+        item = self.reserve(arrival, until=0.0)
         assert item is not None
         self.arena.release([self.arena.commit(item, 0, OTHER).ticket], OTHER)
         return item
@@ -60,8 +63,13 @@ class Node:
     def wait(self, name: str, nbytes: int) -> Arrival:
         """Insert a hand-off that finds no room."""
         arrival = Arrival((NAMESPACE, name), TensorHeader("uint8", (nbytes,), nbytes), 300.0)
-        assert self.handoffs.reserve(arrival, until=100.0) is None
+        assert self.reserve(arrival, until=100.0) is None
         return arrival
+
+    def reserve(self, arrival: Arrival, until: float) -> Item | None:
+        reserving = self.loop.create_task(self.handoffs.reserve(arrival, until))
+        self.loop.run(0.0)
+        return reserving.result()
 
     def take(self, name: str) -> None:
         lease = self.handoffs.take((NAMESPACE, name), TAKER)
@@ -191,7 +199,9 @@ def test_a_hand_off_that_finds_no_room_costs_the_same_beside_many(full: Node) ->
     assert steps_of(lambda: full.wait("w@s", 1)) < MANY
     assert steps_of(full.arena.remove_expired) < FEW
     full.loop.run(300.0)
-    assert steps_of(full.arena.remove_expired) < FEW * MANY
+    assert steps_of(full.arena.remove_expired) < FEW * EXPIRED_PAGE
+    while full.arena.remove_expired():
+        pass
     assert full.arena.gauges().items == 0
 
 
@@ -211,26 +221,121 @@ def test_room_that_helps_no_hand_off_that_waits_costs_little(full: Node) -> None
 def test_hand_offs_that_wait_are_tried_in_many_turns_of_the_loop(
     full: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handoffs, "TURN_SECONDS", -1.0)
+    monkeypatch.setattr(turns, "TURN_SECONDS", -1.0)
     arrivals = [full.wait(f"w{n}@s", 64) for n in range(20)]
     full.loop.run(0.0)
-    turns: list[int] = []
+    so_far: list[int] = []
 
     def turn() -> None:
-        turns.append(sum(each.admitted.done() for each in arrivals if each.admitted is not None))
-        if len(turns) < 100:
+        so_far.append(sum(each.admitted.done() for each in arrivals if each.admitted is not None))
+        if len(so_far) < 100:
             full.loop.call_soon(turn)
 
     for n in range(10):
         full.take(f"{1000 + n}@r")
     full.loop.call_soon(turn)
     full.loop.run(0.0)
-    assert all(after - before <= 1 for before, after in pairwise(turns))
-    assert turns[-1] == 10
+    assert all(after - before <= 1 for before, after in pairwise(so_far))
+    assert so_far[-1] == 10
     for n in range(10, 20):
         full.take(f"{1000 + n}@r")
     full.loop.run(0.0)
     assert all(each.admitted.done() for each in arrivals if each.admitted is not None)
+
+
+def test_a_take_tries_one_of_the_inserts_that_are_offered_at_its_key(full: Node) -> None:
+    """It tried all of them at once; and again for each further take."""
+    sizes = [640, 64, 640, 64, *[640] * 20]
+    arrivals = [full.wait("w@s", nbytes) for nbytes in sizes]
+    full.loop.run(0.0)
+    tried: list[int] = []
+    reserve = full.arena.reserve_handoff
+
+    def counted(address: Any, header: TensorHeader, **how: Any) -> Item:
+        tried.append(header.nbytes)
+        return reserve(address, header, **how)
+
+    full.arena.reserve_handoff = counted  # type: ignore[method-assign]
+    for _ in range(3):
+        assert full.handoffs.take((NAMESPACE, "w@s"), TAKER) is None
+    assert not tried, "in the turn of the request"
+    full.loop.run(0.0)
+    assert tried == [64]
+    full.handoffs.take((NAMESPACE, "w@s"), TAKER)
+    full.loop.run(0.0)
+    assert tried == [64], "one comes already"
+    admitted = [each.admitted.done() for each in arrivals if each.admitted is not None]
+    assert admitted == [False, True, *[False] * 22]
+
+
+def test_expired_hand_offs_make_room_in_many_turns_of_the_loop(
+    full: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for an insert that does not wait."""
+    monkeypatch.setattr(turns, "TURN_SECONDS", -1.0)
+    full.loop.now = 300.0
+    left: list[int] = []
+
+    def turn() -> None:
+        left.append(full.arena.gauges().items)
+        if len(left) < 50:
+            full.loop.call_soon(turn)
+
+    full.loop.call_soon(turn)
+    name = "y" * (MANY // 2 * entry_bytes_of((NAMESPACE, "0000@r")))
+    assert full.reserve(Arrival((NAMESPACE, name), NONE, 300.0), until=0.0) is not None
+    assert MANY // 4 < left[-1] < MANY // 2 + EXPIRED_PAGE
+    assert all(before - after <= EXPIRED_PAGE for before, after in pairwise(left))
+
+
+def pinned_apart(monkeypatch: pytest.MonkeyPatch, count: int) -> Node:
+    """Items side by side, of which every fourth is pinned: no four neighbours can be evicted."""
+    for name in ("_BY_ADDRESS", "_BY_AGE_MAX"):
+        monkeypatch.setattr(allocator, name, 500)
+    node = Node(64 * count)
+    for n in range(count):
+        item = node.store(str(n), 64)
+        if n % 4 == 0:
+            node.arena.pin(item, HOLDER)
+    return node
+
+
+def reserve_many(node: Node, count: int, nbytes: int) -> list[bool]:
+    """Which of so many find room."""
+    found = []
+    for _ in range(count):
+        try:
+            node.store(f"new{next(node.numbers)}", nbytes)
+            found.append(True)
+        except BufferFull:
+            found.append(False)
+    return found
+
+
+ROUNDS = 2 + 2 * MANY // 500
+"""So many searches have examined all."""
+
+
+def test_what_found_no_room_is_not_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = pinned_apart(monkeypatch, MANY)
+    with closing(node.arena):
+        assert not any(reserve_many(node, ROUNDS, 256))
+        for nbytes in (256, 320):
+            assert steps_of(lambda size=nbytes: reserve_many(node, 20, size)) < 20 * FEW  # type: ignore[misc]
+        assert all(reserve_many(node, 1, 192)), "the control: three neighbours can be evicted"
+        node.arena.release_all(HOLDER)
+        assert all(reserve_many(node, 1, 256))
+
+
+def test_the_only_room_is_found_after_some_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In vain for one part of the arena is not in vain for all."""
+    node = pinned_apart(monkeypatch, MANY)
+    with closing(node.arena):
+        assert not any(reserve_many(node, ROUNDS, 256))
+        pins = [pin.ticket for pin in node.arena._pins.of(HOLDER)]
+        for ticket in (pins[-20], pins[20]):
+            node.arena.release([ticket], HOLDER)
+            assert any(reserve_many(node, ROUNDS, 256))
 
 
 def test_what_is_taken_leaves_nothing_that_still_has_to_expire(node: Node) -> None:
