@@ -82,8 +82,9 @@ def test_a_transfer_that_finds_it_is_busy_and_the_others_of_its_batch_come(
         fetching = Fetching(monkeypatch, lambda _: "ok")
         key, header = f"k{written}", TensorHeader("uint8", (NBYTES,), NBYTES)
         fetching.arena.reserve((NAMESPACE, key), header, origin="local", ttl_seconds=None)
-        assert await fetching.fetch({f"k{n}": 2 for n in range(10)}) == [key]
-        assert fetching.settled[key].reason is MissReason.BUSY
+        failed = await fetching.fetch({f"k{n}": 2 for n in range(10)})
         fetching.fetcher.close()
+        assert failed == [key]
+        assert fetching.settled[key].reason is MissReason.BUSY
 
     asyncio.run(test())
