@@ -380,7 +380,8 @@ class LookupBuffer:
         return handles, claims
 
     def release(self, *held: PrefetchHandle | LoadOrder) -> None:
-        """Release pins. One-way; idempotent; never raises."""
+        """Release pins, and no longer wait for what no node holds yet. One-way; idempotent; never
+        raises."""
         orders = self._prefetches.end([one for one in held if isinstance(one, PrefetchHandle)])
         self._loads.release(*orders, *(one for one in held if isinstance(one, LoadOrder)))
 

@@ -7,8 +7,9 @@ thread. When the session is lost, all pending sets fail, and all handles that ar
 
 import threading
 import time
-from collections import deque
-from collections.abc import Generator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from lookup_buffer.client.handles import ClaimHandle, LoadOrder, PrefetchHandle, PrefetchState
@@ -21,6 +22,7 @@ from lookup_buffer.protocol.messages import (
     ClaimAll,
     ClaimOutcome,
     Encoding,
+    EndPrefetch,
     Prefetch,
     Request,
     Unclaim,
@@ -34,14 +36,44 @@ SPENT_SECONDS = 1e-3
 AHEAD = 2
 """Requests of `in_turn` at a time: one is brought while another is read."""
 
+Entry = tuple[int, int]
+"""A request's id, and the index of a key in it."""
+
+
+class _Unsettled:
+    """The handles that have neither settled nor been released, by their entries."""
+
+    def __init__(self) -> None:
+        self._handles: dict[Entry, PrefetchHandle] = {}
+        self._entries: dict[PrefetchHandle, Entry] = {}
+
+    def update(self, handles: Iterable[tuple[Entry, PrefetchHandle]]) -> None:
+        for entry, handle in handles:
+            self._handles[entry], self._entries[handle] = handle, entry
+
+    def pop(self, entry: Entry) -> PrefetchHandle | None:
+        handle = self._handles.pop(entry, None)
+        if handle is not None:
+            del self._entries[handle]
+        return handle
+
+    def release(self, handle: PrefetchHandle) -> Entry | None:
+        """Its entry, if it was one of them."""
+        entry = self._entries.pop(handle, None)
+        if entry is not None:
+            del self._handles[entry]
+        return entry
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._handles)
+
 
 class PendingPrefetches:
     def __init__(self, session: ClientSession, loads: Loads) -> None:
         self._session = session
         self._loads = loads
         self._settled = threading.Condition()
-        self._pending: dict[tuple[int, int], PrefetchHandle] = {}
-        """(request id, index of the key) → handle that has not settled."""
+        self._pending = _Unsettled()
         self._held: set[PrefetchHandle] = set()
         """Those that are resident and not released."""
 
@@ -116,12 +148,19 @@ class PendingPrefetches:
         handles.clear()
 
     def end(self, handles: Sequence[PrefetchHandle]) -> list[LoadOrder]:
-        """Mark these as released; returns the orders whose pins are to be released."""
+        """Mark these as released, and end their waits; returns the orders whose pins are to be
+        released."""
+        ended: defaultdict[int, list[int]] = defaultdict(list)
         with self._settled:
             orders = [one.order for one in handles if one.order is not None and not one.released]
             for handle in handles:
                 handle.released = True
+                if (entry := self._pending.release(handle)) is not None:
+                    ended[entry[0]].append(entry[1])
             self._held.difference_update(handles)
+        for prefetch, indexes in ended.items():
+            with suppress(LookupBufferError):  # the session has ended, and with it the prefetch
+                self._session.post(EndPrefetch(next_request_id(), prefetch, indexes))
         return orders
 
     def on_event(self, message: dict[str, Any]) -> None:
@@ -129,9 +168,9 @@ class PendingPrefetches:
         unwanted = []
         with self._settled:
             for index, entry in message["entries"]:
-                handle = self._pending.pop((message["id"], index), None)
+                handle = self._pending.pop((message["id"], index))
                 order = LoadOrder.of(entry) if entry["state"] == "resident" else None
-                if handle is None or handle.released:
+                if handle is None:  # it was released before
                     unwanted.append(order)
                 else:
                     _settle(handle, entry, order)
@@ -155,7 +194,7 @@ class PendingPrefetches:
     def _fail(self, entries: Sequence[tuple[int, int]]) -> None:
         with self._settled:
             for entry in entries:
-                handle = self._pending.pop(entry, None)
+                handle = self._pending.pop(entry)
                 if handle is not None:
                     _lose(handle)
             self._settled.notify_all()

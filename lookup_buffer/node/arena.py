@@ -159,6 +159,10 @@ class Arena:
         """Whether a complete item is at `address`; it is marked as used."""
         return self.touch(address) is not None
 
+    def has_place(self, address: QualifiedKey) -> bool:
+        """Whether an item is at `address`, or is being written that will be found there."""
+        return self.holds(address) or address in self._items
+
     def peek(self, address: QualifiedKey) -> Item | None:
         """As `touch`, but does not mark the item as used and does not remove an expired one."""
         item = self._items.get(address)

@@ -2,13 +2,16 @@
 
 Keys that are here are answered at once, and so are those that certainly no node has; others when
 they have come by a lane or over the hosts. If the session waits for keys that no node has, they are
-answered when they are published. Called by `server` on the loop's thread.
+answered when they are published. A key whose handles are all released is no longer waited for; if
+it was found by then it comes nevertheless, for the next reader. Called by `server` on the loop's
+thread.
 """
 
 import asyncio
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from lookup_buffer.errors import BufferFull, MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey, is_handoff
@@ -19,7 +22,7 @@ from lookup_buffer.node.devices import Lanes
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.read import NOTHING, Reads
 from lookup_buffer.node.transfer import TURN_SECONDS, Fetched
-from lookup_buffer.protocol.messages import ClaimAll, Prefetch
+from lookup_buffer.protocol.messages import ClaimAll, EndPrefetch, Prefetch
 
 ENTRIES_MAX = 1024
 """Entries in one event: at most 1 KiB each, and a frame holds 1 MiB."""
@@ -28,15 +31,35 @@ AHEAD_SECONDS = 0.05
 be many."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Pending:
-    """One prefetch. `until`: how long it waits, by the loop's clock. `indexes`: the positions of
-    each key that is not answered yet."""
+    """One prefetch."""
 
     session: Session
     request: Prefetch
     until: float
-    indexes: dict[QualifiedKey, list[int]] = field(default_factory=dict)
+    """How long it waits, by the loop's clock."""
+    indexes: dict[QualifiedKey, set[int]] = field(default_factory=dict)
+    """The positions of each key that are neither answered nor released."""
+    awaiting: "dict[QualifiedKey, asyncio.Task[None]]" = field(default_factory=dict)
+    """Of each key that is waited for."""
+
+    def await_by(self, task: "asyncio.Task[None]", address: QualifiedKey) -> None:
+        self.session.count(task)
+        self.awaiting[address] = task
+        task.add_done_callback(lambda _: self.awaiting.pop(address))
+
+    def release(self, index: int) -> None:
+        """Its handle is released; the last one of a key ends the wait for it."""
+        address = (self.request.namespace, self.request.keys[index])
+        indexes = self.indexes.get(address)
+        if indexes is None:
+            return
+        indexes.discard(index)
+        if not indexes:
+            del self.indexes[address]
+            if address in self.awaiting:
+                self.awaiting[address].cancel()
 
 
 @dataclass(slots=True)
@@ -47,6 +70,10 @@ class Prefetches:
     counters: Counters
     sessions: Mapping[int, Session]
     """All that are open, by id."""
+    _pending: WeakValueDictionary[tuple[int, int], _Pending] = field(
+        default_factory=WeakValueDictionary
+    )
+    """By the session's id and the request's: those that are not answered in full."""
 
     def prefetch(self, session: Session, request: Prefetch) -> None:
         """Send the entries of what is here now, and bring the rest."""
@@ -54,13 +81,22 @@ class Prefetches:
         until = self.reads.loop.time() + (seconds or TURN_SECONDS)
         pending = _Pending(session, request, until)
         for index, key in enumerate(request.keys):
-            pending.indexes.setdefault((request.namespace, key), []).append(index)
+            pending.indexes.setdefault((request.namespace, key), set()).add(index)
+        self._pending[session.id, request.id] = pending
         here = [(address, NOTHING) for address in pending.indexes]
         self._answer(pending, here, is_final=False)
         if request.claimer:
             self._claim_ahead(pending)
         else:
             self._bring(pending)
+
+    def end(self, session: Session, request: EndPrefetch) -> None:
+        """The client has released these handles: it gets no pins for them."""
+        pending = self._pending.get((session.id, request.prefetch))
+        if pending is not None:
+            for index in request.indexes:
+                if index < len(pending.request.keys):
+                    pending.release(index)
 
     def _claim_ahead(self, pending: _Pending) -> None:
         """Ask for the claims of what is prefetched. If the replies include the records, bring it
@@ -119,13 +155,16 @@ class Prefetches:
         entry = await self.lanes.receive(pending.session, address, located)
         if entry is None:
             await self._over_hosts(pending, [address], group)
-        else:
+        elif address in pending.indexes:
             _push(pending, [(index, entry) for index in pending.indexes.pop(address)])
+        else:
+            self.lanes.release([entry["ticket"]], pending.session)
 
     def _may_wait(self, pending: _Pending, address: QualifiedKey) -> bool:
         """Whether the session waits for this key until it is published."""
         request = pending.request
-        return request.wait_seconds > 0 and not request.claimer and not is_handoff(address[1])
+        waits = request.wait_seconds > 0 and not request.claimer and not is_handoff(address[1])
+        return waits and address in pending.indexes
 
     async def _over_hosts(
         self, pending: _Pending, addresses: Sequence[QualifiedKey], group: asyncio.TaskGroup
@@ -135,8 +174,7 @@ class Prefetches:
             final = []
             for address, fetched in came:
                 if self._is_awaited(pending, address, fetched):
-                    awaiting = group.create_task(self._await(pending, address))
-                    pending.session.count(awaiting)
+                    pending.await_by(group.create_task(self._await(pending, address)), address)
                 else:
                     final.append((address, fetched))
             self._answer(pending, final)
@@ -175,7 +213,7 @@ class Prefetches:
         are_attached = self._are_attached(pending.session)
         entries: list[tuple[int, Fields]] = []
         for address, fetched in came:
-            for index in pending.indexes[address]:
+            for index in pending.indexes.get(address, ()):
                 entry = self._hold(pending.session, address, fetched, are_attached=are_attached)
                 if entry is None:
                     if not is_final:
@@ -183,7 +221,7 @@ class Prefetches:
                     entry = self._missing(fetched.reason)
                 entries.append((index, entry))
             else:
-                del pending.indexes[address]
+                pending.indexes.pop(address, None)
         _push(pending, entries)
 
     def _are_attached(self, session: Session) -> bool:

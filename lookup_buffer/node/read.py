@@ -38,7 +38,7 @@ GRACE_SECONDS: Final = NODE_SHARE * CALL_SECONDS
 
 NOTHING: Final = Fetched(None)
 """Nothing came from another node; the key may have been inserted here."""
-_LATE: Final = Fetched(None, MissReason.BUSY)
+_BUSY: Final = Fetched(None, MissReason.BUSY)
 _AGAIN: Final = (MissReason.PEER_FAILED, MissReason.BUSY)
 """Misses whose end is not notified: who waits tries again after a pause."""
 
@@ -229,7 +229,7 @@ class Reads:
                 except TimeoutError:
                     came = reader.waiting()
                 if came:
-                    yield [(fetch.address, fetch.result or _LATE) for fetch in came]
+                    yield [(fetch.address, fetch.result or _BUSY) for fetch in came]
                 for fetch in came:
                     self._leave(fetch, reader)
 
@@ -351,6 +351,8 @@ class Reads:
                 continue  # inserted here meanwhile
             if not fetch.readers:
                 self._settle(fetch, NOTHING)
+            elif found.sources and self.arena.has_place(fetch.address):
+                self._settle(fetch, _BUSY)  # unless it is complete now; who has time waits for that
             elif found.sources and found.record is not None:
                 loan = is_handoff(fetch.address[1])
                 settle, waits = partial(self._settle, fetch), partial(self._wait, fetch)

@@ -11,7 +11,7 @@ from typing import Final
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from lookup_buffer.errors import LookupBufferError, PipeTimeout
+from lookup_buffer.errors import LookupBufferError, MissReason, PipeTimeout
 from lookup_buffer.node.links import ThreadPool
 from lookup_buffer.protocol.framing import Frame
 from lookup_buffer.protocol.stream import FramedSocket, Hasher
@@ -26,6 +26,14 @@ to begin."""
 
 class Busy(LookupBufferError):
     """The transfer did not get its turn in time: the other side has not failed."""
+
+
+class Missed(LookupBufferError):
+    """An item does not come, for this reason; the others of its batch may."""
+
+    def __init__(self, reason: MissReason) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class Receiver:

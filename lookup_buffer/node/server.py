@@ -61,6 +61,7 @@ from lookup_buffer.protocol.messages import (
     Describe,
     Done,
     Encoding,
+    EndPrefetch,
     GiveBack,
     Goodbye,
     Hello,
@@ -157,7 +158,7 @@ class Server:
             Release: self._release,
             Done: self._done,
             Prefetch: self._prefetches.prefetch,
-            Acknowledge: self._acknowledge,
+            EndPrefetch: self._prefetches.end,
             GiveBack: lambda session, request: self.takes.give_back(session, request.token),
             Claim: self.claims.claim,
             ReleaseClaim: self.claims.release,
@@ -333,6 +334,8 @@ class Server:
                 return self.reads.select(connection, session, request)
             case Take():
                 return self._take(connection, session, request)
+            case Acknowledge():
+                self._acknowledge(connection, session, request)
             case Stage():
                 return self.inserts.stage(connection)
             case Metrics():
@@ -410,12 +413,11 @@ class Server:
         lease = {"token": taken.token, "lease_seconds": taken.lease_seconds}
         return self.reads.resident(taken.held) | lease
 
-    def _acknowledge(self, session: Session, request: Acknowledge) -> Answer:
-        won = self.takes.acknowledge(session, request.token)
-        return {"won": won} if isinstance(won, bool) else self._won(won)
+    def _acknowledge(self, connection: Connection, session: Session, request: Acknowledge) -> None:
+        def answer(won: bool) -> None:
+            connection.send({"id": request.id, "won": won})
 
-    async def _won(self, deciding: "asyncio.Task[bool]") -> Fields:
-        return {"won": await asyncio.shield(deciding)}
+        self.takes.acknowledge(session, request.token, answer)
 
     def _stats(self, _: Session, __: Stats) -> Fields:
         stats = {

@@ -19,7 +19,7 @@ Called by `server` and `announcements` on the loop's thread.
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -285,6 +285,8 @@ class RemoteLease:
     until: float = 0.0
     won: "asyncio.Task[bool] | None" = None
     """The acknowledgement."""
+    answer: Callable[[bool], object] = lambda _: None
+    """Called with its result; of the last request for it."""
 
 
 @dataclass(slots=True)
@@ -441,25 +443,34 @@ class Takes:
 
     # -- what was taken and is not settled
 
-    def acknowledge(self, session: Session, token: int) -> "bool | asyncio.Task[bool]":
-        """Whether the lease was valid; a repeated request gets the same answer. If another node
-        decides that: a task, which all of them share; do not cancel it."""
+    def acknowledge(self, session: Session, token: int, answer: Callable[[bool], object]) -> None:
+        """Answer whether the lease was valid; a repeated request gets the same answer.
+
+        If another node decides that, it is answered later: the last of the requests that came
+        meanwhile, since a client repeats it only if its connection broke. So a lease has one that
+        waits, and it need not be refused to bound them: the owner may have removed the item.
+        """
         lease = self._remote.get(token)
         if lease is None:
-            return self.handoffs.acknowledge(token, session)
-        if lease.session is not session:
-            return False
-        if lease.won is None:
-            lease.won = self.loop.create_task(self._acknowledge(lease, token))
-        return lease.won.result() if lease.won.done() else lease.won
+            answer(self.handoffs.acknowledge(token, session))
+        elif lease.session is not session:
+            answer(False)
+        elif lease.won is not None and lease.won.done():
+            answer(lease.won.result())
+        else:
+            lease.answer = answer
+            if lease.won is None:
+                lease.won = self.loop.create_task(self._acknowledge(lease, token))
 
     async def _acknowledge(self, lease: RemoteLease, token: int) -> bool:
-        answer = UNREACHED
+        reply = UNREACHED
         with suppress(TimeoutError):
             async with asyncio.timeout_at(lease.until):
-                while answer is UNREACHED:  # `Owner` pauses between its attempts
-                    answer = await self.owners.at(*lease.source).acknowledge(token)
-        return answer.state == "won"
+                while reply is UNREACHED:  # `Owner` pauses between its attempts
+                    reply = await self.owners.at(*lease.source).acknowledge(token)
+        won = reply.state == "won"
+        lease.answer(won)
+        return won
 
     def give_back(self, session: Session, token: int) -> None:
         """Give the item back, unless it is settled or being acknowledged."""

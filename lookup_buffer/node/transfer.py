@@ -23,7 +23,6 @@ from functools import partial
 from lookup_buffer.errors import (
     BufferFull,
     CorruptTensor,
-    LookupBufferError,
     MaybeMissed,
     MissReason,
     NodeRefused,
@@ -50,7 +49,7 @@ from lookup_buffer.node.holders import (
 from lookup_buffer.node.items import Item, Pin
 from lookup_buffer.node.links import TENSORS, Credentials, dial
 from lookup_buffer.node.locate import Located
-from lookup_buffer.node.receive import Busy, Receiver
+from lookup_buffer.node.receive import Busy, Missed, Receiver
 from lookup_buffer.node.storage import Breaker
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
@@ -199,10 +198,6 @@ class Parts:
         self.left.extendleft(reversed(asked))
 
 
-class _Stale(LookupBufferError):
-    """The holder does not have the item that the record describes."""
-
-
 @dataclass(slots=True)
 class Fetcher:
     loop: asyncio.AbstractEventLoop
@@ -304,8 +299,8 @@ class Fetcher:
             batch.fail(MissReason.BUSY, 1 if batch.has_begun else len(batch.left))
         except (BufferFull, TensorTooLarge):
             batch.fail(MissReason.NO_ROOM)
-        except _Stale:
-            batch.fail(MissReason.STALE)
+        except Missed as missed:
+            batch.fail(missed.reason)
         except CorruptTensor:
             batch.fail(MissReason.CHECKSUM)
         except ProtocolError:
@@ -524,10 +519,10 @@ class Fetcher:
     def _memory_of(self, parts: Parts, part: range, answer: object, nbytes: int) -> memoryview:
         """Of the part that this answer announces; the first one reserves that of the whole."""
         if _is_stale(answer):
-            raise _Stale
+            raise Missed(MissReason.STALE)
         header = self._checked(answer, parts.wanted)
         if header.tensor.nbytes != parts.wanted.nbytes:
-            raise _Stale
+            raise Missed(MissReason.STALE)
         if nbytes != len(part):
             raise ProtocolError("the length of the payload differs from what was requested")
         if parts.item is None:
@@ -569,7 +564,7 @@ class Fetcher:
             loan=one.loan,
         )
         if item is None:
-            raise BufferFull("a client of this node is writing this key")
+            raise Missed(MissReason.BUSY)  # a client of this node is writing it
         item.device = one.located.record.device if one.located.record else ""
         return item
 

@@ -148,6 +148,8 @@ CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "state": _CLAIM_STATES.__contains__,
     "waiter": is_count,
     "claimer": is_count,
+    "prefetch": is_count,
+    "indexes": _list_of(is_count),
     "tickets": _list_of(is_count),
     "reads": _is_reads,
     "token": is_count,

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.protocol.fields import CHECKS, REPLY_CHECKS, is_count
 
-VERSION: Final = 12
+VERSION: Final = 13
 
 
 class InsertOutcome(Enum):
@@ -250,6 +250,17 @@ class Prefetch(Request):
     keys: list[str]
     claimer: int
     wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndPrefetch(Request):
+    """One-way. The client has released the handles of the keys at `indexes` of the `Prefetch` whose
+    id is `prefetch`, which had not settled as far as it knows: they get no more events, and are no
+    longer waited for. Tickets of events that were sent before it releases by `Release`."""
+
+    op = "end_prefetch"
+    prefetch: int
+    indexes: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -569,8 +580,8 @@ _KINDS: Final[Mapping[str, type[Request]]] = {
     kind.op: kind
     for kind in (
         Hello, Join, Stage, Contains, Insert, Select, Take, Acknowledge, GiveBack, Leave, Holds,
-        Prefetch, Release, Touch, Done, Claim, ReleaseClaim, ClaimAll, Encoding, Unclaim, Describe,
-        Reach, AskDialBack, DialBack, Exchange, Stats, Metrics, Goodbye, OpenPool, Prepare, Offer,
-        Retract, Received,
+        Prefetch, EndPrefetch, Release, Touch, Done, Claim, ReleaseClaim, ClaimAll, Encoding,
+        Unclaim, Describe, Reach, AskDialBack, DialBack, Exchange, Stats, Metrics, Goodbye,
+        OpenPool, Prepare, Offer, Retract, Received,
     )
 }  # fmt: skip

@@ -10,8 +10,15 @@ import torch
 
 from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.errors import Closed, LookupBufferError, NodeRefused, NodeUnavailable
-from nodes import MIB, ClientProcess, NodeProcess, at_rest, key, tensor_of, wait_until
+from lookup_buffer.errors import (
+    BufferFull,
+    Closed,
+    LookupBufferError,
+    LookupTimeout,
+    NodeRefused,
+    NodeUnavailable,
+)
+from nodes import MIB, ClientProcess, NodeProcess, StartNode, at_rest, key, tensor_of, wait_until
 from patience import scaled
 
 Pair = tuple[NodeProcess, NodeProcess]
@@ -276,3 +283,30 @@ def test_a_claim_belongs_to_the_session_that_requested_it_last(node_pair: Pair) 
         assert not other.claim(name, lease_seconds=1.0).granted
         again.close()
         wait_until(lambda: other.claim(name, lease_seconds=1.0).granted, 2.0)
+
+
+def test_handles_that_are_released_before_they_settle_wait_no_longer(start_node: StartNode) -> None:
+    """They used up the client's share of requests that wait."""
+    prelude = "from lookup_buffer.node import connection\nconnection.WAITS_MAX = 16"
+    node, name = start_node(prelude=prelude), key()
+    with node.client() as client:
+
+        def may_wait() -> bool:
+            try:
+                client.select(key(), timeout=0.01)
+            except LookupTimeout:
+                return True
+            except BufferFull:
+                return False
+            raise AssertionError("nobody inserts it")
+
+        handles = client.prefetch([key() for _ in range(40)], wait_seconds=600.0)
+        wait_until(lambda: any(one.state is PrefetchState.MISSING for one in handles), 10.0)
+        assert not may_wait(), "the control: more may not"
+        client.release(*handles)
+        wait_until(may_wait, 10.0)
+        (handle,) = client.prefetch([name], wait_seconds=600.0)
+        client.insert(name, torch.ones(3))
+        assert handle.wait(scaled(10.0)) is PrefetchState.RESIDENT
+        client.release(handle)
+    at_rest(node)

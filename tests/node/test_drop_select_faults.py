@@ -12,7 +12,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from lookup_buffer.errors import LookupBufferError, LookupTimeout, MissingTensor
+from lookup_buffer.client.handles import LoadOrder
+from lookup_buffer.errors import BufferFull, LookupBufferError, LookupTimeout, MissingTensor
 from lookup_buffer.key import TensorKey
 from nodes import (
     MIB,
@@ -21,6 +22,7 @@ from nodes import (
     StartNode,
     at_rest,
     handoff,
+    key,
     tensor_of,
     wait_until,
     with_store,
@@ -349,4 +351,37 @@ def test_hand_offs_are_published_again_after_the_store_lost_its_data(
         wait_until(lambda: owner.stats()["unpublished"] == 0, 5.0)
         flush(server.url)
         assert taker.drop_select(name, timeout=20.0) is not None
+    nothing_held(owner, node)
+
+
+def test_an_acknowledgement_is_not_refused_if_too_many_requests_wait(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner would have removed the item by then, and nobody would have it."""
+    owner = owner_of(start_node)
+    prelude = "from lookup_buffer.node import connection\nconnection.WAITS_MAX = 16"
+    node, name = owner_of(start_node, prelude=prelude), handoff()
+    with owner.client() as producer, node.client() as taker:
+        producer.insert(name, torch.ones(3))
+        load = taker._loads.load
+
+        def is_full() -> bool:
+            taker.prefetch([key()], wait_seconds=600.0)
+            try:
+                taker.select(key(), timeout=0.01)
+            except BufferFull:
+                return True
+            except LookupBufferError:
+                return False
+            return False
+
+        def load_later(order: LoadOrder, out: torch.Tensor | None = None) -> torch.Tensor | None:
+            wait_until(is_full, 10.0)
+            return load(order, out)
+
+        monkeypatch.setattr(taker._loads, "load", load_later)
+        taken = taker.drop_select(name, timeout=20.0)
+        assert taken is not None
+        assert torch.equal(taken, torch.ones(3))
+    assert sum(acknowledged(owner, name).values()) == 1
     nothing_held(owner, node)

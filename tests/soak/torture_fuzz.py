@@ -137,6 +137,8 @@ FIELDS: dict[str, Make] = {
     "state": lambda chance: chance.choice(("intent", "encoding")),
     "waiter": _count,
     "claimer": _count,
+    "prefetch": _count,
+    "indexes": _many(_count),
     "tickets": _many(_count),
     "reads": lambda chance: {_key(chance): chance.randrange(1, 1 << 31) for _ in range(4)},
     "token": _count,

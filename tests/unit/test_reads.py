@@ -18,7 +18,7 @@ from lookup_buffer.node import read
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.items import Pin
+from lookup_buffer.node.items import Item, Pin
 from lookup_buffer.node.locate import Located, Waiting
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Wanted
@@ -139,9 +139,13 @@ class Node:
         return self.reads.bring(address, wait_seconds, hold)
 
     def insert(self, address: QualifiedKey) -> None:
-        """As `Inserts`: the item is pinned while its readers are told."""
-        pin = self.arena.commit(reserve(self.arena, address), 1, LOCAL)
-        self.reads.arrived(address)
+        """As `Inserts`."""
+        self.inserted(reserve(self.arena, address))
+
+    def inserted(self, item: Item) -> None:
+        """It is written. The item is pinned while its readers are told."""
+        pin = self.arena.commit(item, 1, LOCAL)
+        self.reads.arrived(item.address)
         self.arena.release([pin.ticket], LOCAL)
 
     async def rest(self) -> None:

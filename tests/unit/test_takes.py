@@ -213,9 +213,10 @@ class Pair:
         """As `Connection` to the client."""
         yield lambda nbytes: self.announced.append((request_id, nbytes))
 
-    async def acknowledge(self, taken: Taken) -> bool:
-        won = self.takes.acknowledge(self.session, taken.token)
-        return won if isinstance(won, bool) else await won
+    async def acknowledge(self, taken: Taken, session: Session | None = None) -> bool:
+        won: asyncio.Future[bool] = self.loop.create_future()
+        self.takes.acknowledge(session or self.session, taken.token, won.set_result)
+        return await won
 
     def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float = 1000.0) -> Any:
         task = self.loop.create_task(coroutine)
@@ -337,11 +338,12 @@ def test_an_acknowledgement_is_repeated_until_the_lease_is_over(remote: Pair) ->
         remote.link.cut()
         if healed:
             remote.loop.call_later(2.0, setattr, remote.link, "is_cut", False)
-        first = remote.takes.acknowledge(remote.session, taken.token)
-        assert not isinstance(first, bool)
-        again = remote.takes.acknowledge(remote.session, taken.token)
-        assert again is first, "a repeated request"
-        return await first
+        first = asyncio.ensure_future(remote.acknowledge(taken))
+        await asyncio.sleep(0)
+        again = await remote.acknowledge(taken)
+        assert not first.done(), "only the last one waits, however often it is requested"
+        first.cancel()
+        return again
 
     assert remote.run(cut_then(healed=False)) is False
     remote.link.is_cut = False
@@ -357,15 +359,15 @@ def test_a_repeated_acknowledgement_gets_the_same_answer(pair: Pair) -> None:
     async def test() -> None:
         taken = pair.release(await pair.take())
         pair.takes.give_back(other, taken.token)
-        assert pair.takes.acknowledge(other, taken.token) is False
+        assert await pair.acknowledge(taken, other) is False
         assert await pair.acknowledge(taken)
-        assert pair.takes.acknowledge(other, taken.token) is False
+        assert await pair.acknowledge(taken, other) is False
         for _ in range(2):
-            assert pair.takes.acknowledge(pair.session, taken.token) is True
+            assert await pair.acknowledge(taken) is True
             pair.takes.give_back(pair.session, taken.token)  # too late
             pair.takes.end(pair.session)
         await asyncio.sleep(2 * LEASE_SECONDS)
-        assert pair.takes.acknowledge(pair.session, taken.token) is False, "it is forgotten"
+        assert await pair.acknowledge(taken) is False, "it is forgotten"
 
     pair.owner.insert()
     pair.run(test())
