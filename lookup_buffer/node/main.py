@@ -12,6 +12,7 @@ many and not drawn, nor is `connection` to other nodes.
     clients ─► connection ─► server                 a call or a task for each request
       server ─► arena                               pins
       server ─► closer                              descriptors that clients passed [lb-close]
+               └─► client_process                   whether a client's process has ended
       server ─► insert ─► arena                     insert; copies above 512 KiB [lb-copy]
                ├─► staging                          clients' memory: checked, mapped
                ├─► handoffs                         hand-offs that wait for space

@@ -1,9 +1,12 @@
 """Sessions of clients: refused, closed, forked, with an engine rank, with claims."""
 
 import multiprocessing
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch
 from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import Closed, LookupBufferError, NodeRefused, NodeUnavailable
+from lookup_buffer.key import TensorKey
 from nodes import MIB, ClientProcess, NodeProcess, at_rest, key, tensor_of, wait_until
 from patience import scaled
 
@@ -207,6 +211,67 @@ receive()
             assert node.stats()["pinned_bytes"] == 5 * MIB
             scheduler.kill()
             at_rest(node, seconds=2.0)
+
+
+FORKS = """
+import os, time
+name, claimed = receive()
+(handle,) = buffer.prefetch([name], timeout=5.0)
+buffer.claim(claimed, lease_seconds=60.0)
+child = os.fork()
+if child == 0:
+    time.sleep(600.0)
+    os._exit(0)
+send((handle.state.value, child))
+receive()
+for _ in range(7):
+    buffer.select(name)
+buffer._local_reads.report()
+os._exit(0)
+"""
+
+
+@contextmanager
+def forking_client(
+    node: NodeProcess, name: TensorKey, claimed: TensorKey
+) -> Iterator[ClientProcess]:
+    """A client with a pin and a claim. Its child has its sockets, so that these do not end with
+    it."""
+    with ClientProcess(node.config, FORKS) as client:
+        client.send((name, claimed))
+        state, child = client.receive()
+        assert state == "resident"
+        try:
+            yield client
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_killed_client_gives_back_all_though_its_forked_child_lives(
+    node_pair: Pair, buffer: LookupBuffer
+) -> None:
+    node, name, claimed = node_pair[0], key(), key()
+    buffer.insert(name, torch.ones(2))
+    with forking_client(node, name, claimed) as client:
+        assert node.stats()["pins"] == 1
+        client.kill()
+        at_rest(node)
+        wait_until(lambda: buffer.claim(claimed, lease_seconds=1.0).granted, 5.0)
+        buffer.release_claim(claimed)
+
+
+def test_what_a_client_sent_before_its_end_is_read_though_its_forked_child_lives(
+    node_pair: Pair, buffer: LookupBuffer
+) -> None:
+    node, name = node_pair[0], key()
+    buffer.insert(name, torch.ones(2))
+    with forking_client(node, name, key()) as client:
+        before = node.stats()["hits_local"]
+        with node.frozen():  # then it sees the message and the end at the same time
+            client.send("go")
+            assert client.wait() == 0
+        at_rest(node)
+        assert node.stats()["hits_local"] == before + 7
 
 
 # -- prefetch
