@@ -298,6 +298,7 @@ class ClientSession:
                     if "event" in message:
                         self._on_event(message)
             self._on_tick()
+            self._memories.retire_lost()
 
     def _end(self, current: _OpenSession | None) -> None:
         with self._lock:
