@@ -254,6 +254,8 @@ class LookupBuffer:
         Raises:
             MissingTensor: no live node holds it.
             LookupTimeout: it did not appear within `timeout` seconds.
+            BufferFull: what is pinned or being written leaves no room to pin it, or this client
+                waits for too many keys.
             CodecError: `out` does not fit.
             NodeUnavailable: the node did not answer in time.
         """

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -13,9 +13,10 @@ import torch
 
 from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.errors import Closed, LookupBufferError, NodeRefused, NodeUnavailable
+from lookup_buffer.client.session import CONNECTIONS_MAX
+from lookup_buffer.errors import Closed, LookupBufferError, NodeRefused
 from lookup_buffer.key import TensorKey
-from nodes import MIB, ClientProcess, NodeProcess, at_rest, key, tensor_of, wait_until
+from nodes import MIB, ClientProcess, NodeProcess, at_rest, handoff, key, tensor_of, wait_until
 from patience import scaled
 
 Pair = tuple[NodeProcess, NodeProcess]
@@ -79,25 +80,38 @@ def test_close_gives_pins_back_also_where_its_thread_is_held_up(
     at_rest(node_pair[0])
 
 
-def test_close_ends_waits(node_pair: Pair) -> None:
-    client = node_pair[0].client()
-    errors = list[Exception]()
+WAITS: dict[str, Callable[[LookupBuffer, TensorKey], object]] = {
+    "select": lambda client, _: client.select(key(), timeout=300.0),
+    "drop_select": lambda client, _: client.drop_select(handoff(), timeout=300.0),
+    "claim": lambda client, held: client.claim(held, lease_seconds=1.0, timeout=300.0),
+}
 
-    def wait() -> None:
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_close_ends_waits(
+    node_pair: Pair, buffer: LookupBuffer, wait: Callable[[LookupBuffer, TensorKey], object]
+) -> None:
+    """Also of those that wait for a connection."""
+    client, held = node_pair[0].client(), key()
+    assert buffer.claim(held, lease_seconds=300.0).granted
+    errors = list[type[Exception]]()
+
+    def wait_in_vain() -> None:
         try:
-            client.select(key(), timeout=300.0)
+            wait(client, held)
         except LookupBufferError as error:
-            errors.append(error)
+            errors.append(type(error))
 
-    thread = threading.Thread(target=wait)
-    thread.start()
+    threads = [threading.Thread(target=wait_in_vain) for _ in range(CONNECTIONS_MAX + 2)]
+    for thread in threads:
+        thread.start()
     time.sleep(0.2)
     started = time.monotonic()
     client.close()
-    thread.join(scaled(5.0))
+    for thread in threads:
+        thread.join(scaled(5.0))
     assert time.monotonic() - started < scaled(2.0)
-    assert len(errors) == 1
-    assert isinstance(errors[0], Closed | NodeUnavailable)
+    assert errors == [Closed] * len(threads)
 
 
 def _use_in_child(client: LookupBuffer, answers: "multiprocessing.SimpleQueue[str]") -> None:
