@@ -92,7 +92,8 @@ class TensorTooLarge(LookupBufferError, ValueError):
 
 
 class Closed(LookupBufferError):
-    """The program closed this object, perhaps during the call."""
+    """The program closed this object, perhaps during the call. What only prefetches is then a miss
+    (`node_down`), and a claim of several keys FAILED."""
 
 
 class NodeUnavailable(LookupBufferError):

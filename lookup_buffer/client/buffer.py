@@ -83,9 +83,14 @@ class LookupBuffer:
     An engine's client may be opened without a namespace and `enter` one later. Until then it can
     only load orders.
 
-    Keys match exactly, and a call for one key never waits for another key. Faults of Redis or of
-    other nodes are misses. A fault of this host's node raises `NodeUnavailable` within the call's
-    time, and the client reconnects by itself.
+    Keys match exactly. A timeout is in seconds: more than a day, also `math.inf`, is a day, and NaN
+    raises `ConfigError`. Faults of Redis or of other nodes are misses. A fault of this host's node
+    raises `NodeUnavailable` within the call's time, and the client reconnects by itself.
+
+    A call for one key does not wait for another key while at most CONNECTIONS_MAX (16) calls are in
+    progress. Of more, each waits for one of these to end, as long as it may take itself; then it
+    fails as if the node did not answer. A `select` of what this host's index lists, `prefetch` and
+    `claim_all` do not count.
 
     Raises:
         NodeUnavailable: no node runs and none could be started; not raised with `required=False`.
@@ -210,6 +215,7 @@ class LookupBuffer:
         """
         if out is not None and len(out) != len(keys):
             raise CodecError(f"out has {len(out)} tensors for {len(keys)} keys")
+        timeout = clamped_seconds(timeout)
         outs: Sequence[Tensor | None] = [None] * len(keys) if out is None else out
         found: list[Value | MissReason] = [MissReason.NODE_DOWN] * len(keys)
         absent, crowded = [], []
@@ -248,9 +254,12 @@ class LookupBuffer:
         Raises:
             MissingTensor: no live node holds it.
             LookupTimeout: it did not appear within `timeout` seconds.
+            BufferFull: what is pinned or being written leaves no room to pin it, or this client
+                waits for too many keys.
             CodecError: `out` does not fit.
             NodeUnavailable: the node did not answer in time.
         """
+        timeout = clamped_seconds(timeout)
         try:
             return self._local_reads.select(key, out)
         except NotListed:
@@ -283,6 +292,7 @@ class LookupBuffer:
                 f"{key} is shared, for many readers, and cannot be taken. Use select, or give the "
                 "key a request_id, which makes it a hand-off"
             )
+        timeout = clamped_seconds(timeout)
         deadline = time.monotonic() + timeout
         while True:
             # One connection for the whole exchange: while its lease runs, a taker must not wait
@@ -327,8 +337,9 @@ class LookupBuffer:
         covers this host only. Without one, the node waits for the store as its measured round trip
         requires: 50 to 800 ms for 4,096 keys. A node that hangs costs a second then.
         """
+        timeout = None if timeout is None else clamped_seconds(timeout)
         looks_further = timeout is None or timeout > 0
-        deadline = None if timeout is None else time.monotonic() + clamped_seconds(timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
         present = self._local_reads.listed(keys, remote=looks_further)
         unknown = [index for index, known in enumerate(present) if not known and looks_further]
         left, namespace = iter(unknown), self.namespace
@@ -358,7 +369,8 @@ class LookupBuffer:
         The caller passes each handle to `release`, settled or not. Never raises for a fault of the
         node, of Redis or of another node: such handles are MISSING or FAILED with a reason.
         """
-        return self._prefetches.start(keys, timeout, wait_seconds=clamped_seconds(wait_seconds))
+        timeout, wait = clamped_seconds(timeout), clamped_seconds(wait_seconds)
+        return self._prefetches.start(keys, timeout, wait_seconds=wait)
 
     def prefetch_and_claim(
         self,
@@ -370,10 +382,10 @@ class LookupBuffer:
     ) -> tuple[list[PrefetchHandle], ClaimHandle]:
         """`prefetch` and `claim_all` of the same keys in one message, which saves a round trip for
         the claims of absent keys. Returns when `prefetch` does; the set may settle later."""
+        timeout, wait = clamped_seconds(timeout), clamped_seconds(wait_seconds)
         claims = self._claims.register(keys, keeps)
-        wait = clamped_seconds(wait_seconds)
         claimer = claims.request_id
-        # If the set cannot be claimed (too many keys), nothing waits for claims or bytes.
+        # If there is nothing to claim, or too much, nothing waits for claims or bytes.
         handles = self._prefetches.start(keys, timeout, claimer, wait if claimer else 0.0)
         if any(handle.reason == MissReason.NODE_DOWN for handle in handles):
             self._claims.fail([claims.request_id])
@@ -437,8 +449,9 @@ class LookupBuffer:
             ConfigError: `lease_seconds` is not a valid time.
         """
         lease = checked_seconds("lease_seconds", lease_seconds)
-        deadline = time.monotonic() + clamped_seconds(timeout)
-        with self._session.connection(clamped_seconds(timeout) + CALL_SECONDS) as connection:
+        timeout = clamped_seconds(timeout)
+        deadline = time.monotonic() + timeout
+        with self._session.connection(timeout + CALL_SECONDS) as connection:
             wait = clamped_seconds(deadline - time.monotonic())
             request = Claim(next_request_id(), self.namespace, key.text, lease, state.value, wait)
             return ClaimAnswer.of(connection.call(request, wait + CALL_SECONDS))
@@ -461,7 +474,7 @@ class LookupBuffer:
         Returns when the set has settled, when another client is known to hold one of the keys, or
         after `timeout` seconds. The node waits up to `wait_seconds` for claims that others hold,
         and holds none of the set during that wait; the set then settles later. The caller passes
-        the set to `unclaim` unless all keys are produced. Never raises.
+        the set to `unclaim` unless all keys are produced. Never raises for a fault.
 
         Without `keeps` the client gives the claims back as soon as it hears that they are granted:
         a caller that produces nothing only waits for those who do.
@@ -469,7 +482,12 @@ class LookupBuffer:
         return self._claims.claim_all(keys, wait_seconds, timeout, keeps)
 
     def encoding(self, keys: Sequence[TensorKey], *, lease_seconds: float) -> None:
-        """Claim `keys`, which are being produced, or renew the claims. One-way; never raises."""
+        """Claim `keys`, which are being produced, or renew the claims. One-way; never raises for a
+        fault.
+
+        Raises:
+            ConfigError: `lease_seconds` is not a valid time.
+        """
         self._claims.encoding(keys, lease_seconds)
 
     def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimHandle | None = None) -> None:
@@ -530,8 +548,9 @@ class LookupBuffer:
     @contextmanager
     def _pinned(self, key: TensorKey, timeout: float) -> Iterator[LoadOrder]:
         """The order for the bytes of `key` on this host, pinned inside the `with`."""
-        deadline = time.monotonic() + clamped_seconds(timeout)
-        with self._session.connection(clamped_seconds(timeout) + CALL_SECONDS) as connection:
+        timeout = clamped_seconds(timeout)
+        deadline = time.monotonic() + timeout
+        with self._session.connection(timeout + CALL_SECONDS) as connection:
             wait = clamped_seconds(deadline - time.monotonic())
             request = Select(next_request_id(), self.namespace, key.text, wait)
             reply = connection.call(request, wait + CALL_SECONDS)

@@ -15,6 +15,7 @@ from typing import Any
 
 from lookup_buffer.errors import MaybeMissed
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.fields import clamped_seconds
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import ClaimOutcome
 from store import ClaimState
@@ -82,8 +83,9 @@ class PrefetchHandle:
 
     def wait(self, timeout: float) -> PrefetchState:
         """The state once it is settled, or PENDING after `timeout` seconds."""
+        seconds = clamped_seconds(timeout)
         with self.settled:
-            self.settled.wait_for(lambda: self.state is not PrefetchState.PENDING, timeout)
+            self.settled.wait_for(lambda: self.state is not PrefetchState.PENDING, seconds)
         return self.state
 
 
@@ -133,14 +135,16 @@ class ClaimHandle:
     def wait_for_answer(self, timeout: float) -> None:
         """Wait, at most `timeout` seconds, for the node's first answer: the set has settled, or it
         waits for another claimant."""
-        if timeout > 0:
+        seconds = clamped_seconds(timeout)
+        if seconds > 0:
             with self.settled:
                 self.settled.wait_for(
-                    lambda: self.holder or self.state is not ClaimOutcome.PENDING, timeout
+                    lambda: self.holder or self.state is not ClaimOutcome.PENDING, seconds
                 )
 
     def wait(self, timeout: float) -> ClaimOutcome:
         """The state once it is settled, or PENDING after `timeout` seconds."""
+        seconds = clamped_seconds(timeout)
         with self.settled:
-            self.settled.wait_for(lambda: self.state is not ClaimOutcome.PENDING, timeout)
+            self.settled.wait_for(lambda: self.state is not ClaimOutcome.PENDING, seconds)
         return self.state

@@ -57,12 +57,12 @@ class Inserts:
     """Inserts with one time to live and one timeout, in seconds."""
 
     def __init__(self, session: ClientSession, ttl_seconds: float | None, timeout: float) -> None:
-        """Raises ConfigError if `ttl_seconds` is not a valid time."""
+        """Raises ConfigError if `ttl_seconds` is not a valid time, or `timeout` not a number."""
         if ttl_seconds is not None:
             ttl_seconds = checked_seconds("ttl_seconds", ttl_seconds)
         self._session = session
         self._ttl_seconds = ttl_seconds
-        self._timeout = timeout
+        self._timeout = clamped_seconds(timeout)
 
     def insert_one(self, key: TensorKey, value: Value) -> Inserted:
         """Raises what `LookupBuffer.insert` raises."""
@@ -113,9 +113,12 @@ class Inserts:
         groups: Sequence[list[int]],
         results: list[Inserted | LookupBufferError | None],
     ) -> None:
-        """Fill in the results of each group of items."""
+        """Fill in the results of each group of items. Groups on two connections may be stored in
+        any order, so values of one key take one."""
         sent: deque[_Staged] = deque()
-        with self._connections(len(groups), self._bound(items)) as free:
+        is_in_any_order = len({key for key, _ in items}) == len(items)
+        at_once = len(groups) if is_in_any_order else 1
+        with self._connections(at_once, self._bound(items)) as free:
             try:
                 for group in groups:
                     if not free:

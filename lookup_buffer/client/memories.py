@@ -6,12 +6,12 @@ pinned bytes can still be loaded. The last reader of retired memory unmaps it. A
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from lookup_buffer.errors import NodeUnavailable
+from lookup_buffer.errors import Closed, NodeUnavailable
 from lookup_buffer.shm.index import LocalIndexReader, RemoteIndexReader
 from lookup_buffer.shm.memory import Mapping, adopt
 
@@ -61,16 +61,20 @@ class _Mapped:
 
 
 class NodeMemories:
-    """Mapped memory, by the boot ids of nodes. Thread-safe."""
+    """Mapped memory, by the boot ids of nodes. Thread-safe. Nothing is unmapped under the lock,
+    which every read takes: the unmapping of a large arena takes seconds."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._mapped: dict[str, _Mapped] = {}
+        self._closed = False
 
     def add(self, boot: str, memory: NodeMemory) -> None:
         """Add the memory of a new session's boot. From now on this object owns it."""
         with self._lock:
+            unused = self._retire([boot] if boot in self._mapped else [])  # of a session before
             self._mapped[boot] = _Mapped(memory)
+        _unmap_soon(unused)
 
     @contextmanager
     def use(self, boot: str) -> Iterator[NodeMemory]:
@@ -78,10 +82,13 @@ class NodeMemories:
 
         Raises:
             NodeUnavailable: it is not mapped here.
+            Closed: `close` has unmapped it.
         """
         with self._lock:
             mapped = self._mapped.get(boot)
             if mapped is None:
+                if self._closed:
+                    raise Closed("the buffer is closed")
                 raise NodeUnavailable(f"the memory of boot {boot or '(none)'} is not mapped here")
             mapped.uses += 1
         try:
@@ -89,8 +96,9 @@ class NodeMemories:
         finally:
             with self._lock:
                 mapped.uses -= 1
-                if mapped.retired and mapped.uses == 0:
-                    mapped.memory.close()
+                is_last = mapped.retired and mapped.uses == 0
+            if is_last:
+                mapped.memory.close()
 
     def mark_lost(self, boot: str) -> None:
         """Record the loss of the node; its memory is retired after `LOST_SECONDS`."""
@@ -100,21 +108,36 @@ class NodeMemories:
                 mapped.lost_at = time.monotonic()
 
     def retire_lost(self) -> None:
-        """Unmap memory lost more than `LOST_SECONDS` ago. Call it periodically."""
-        now = time.monotonic()
+        """Unmap memory lost more than `LOST_SECONDS` ago, on a thread. Call it periodically."""
+        since = time.monotonic() - LOST_SECONDS
         with self._lock:
-            for boot, mapped in list(self._mapped.items()):
-                if mapped.lost_at is not None and now - mapped.lost_at > LOST_SECONDS:
-                    self._retire(boot)
+            unused = self._retire(
+                boot
+                for boot, mapped in self._mapped.items()
+                if mapped.lost_at is not None and mapped.lost_at < since
+            )
+        _unmap_soon(unused)
 
     def close(self) -> None:
         """Unmap all memory. Idempotent."""
         with self._lock:
-            for boot in list(self._mapped):
-                self._retire(boot)
+            self._closed = True
+            unused = self._retire(self._mapped)
+        for memory in unused:
+            memory.close()
 
-    def _retire(self, boot: str) -> None:
-        mapped = self._mapped.pop(boot)
-        mapped.retired = True
-        if mapped.uses == 0:
-            mapped.memory.close()
+    def _retire(self, boots: Iterable[str]) -> list[NodeMemory]:
+        """Take these out; returns what the caller unmaps. The last reader unmaps the others."""
+        unused = []
+        for boot in list(boots):
+            mapped = self._mapped.pop(boot)
+            mapped.retired = True
+            if mapped.uses == 0:
+                unused.append(mapped.memory)
+        return unused
+
+
+def _unmap_soon(memories: Sequence[NodeMemory]) -> None:
+    for memory in memories:
+        with suppress(RuntimeError):  # no memory for a thread: the last reference unmaps it
+            threading.Thread(target=memory.close, name="lb-unmap", daemon=True).start()

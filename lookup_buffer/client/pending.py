@@ -113,14 +113,13 @@ class PendingPrefetches:
         Raises:
             NodeUnavailable: the node does not answer.
         """
-        seconds = clamped_seconds(wait_seconds)
-        until = time.monotonic() + seconds
+        until = time.monotonic() + wait_seconds
         batches = [keys[start : start + BATCH_MAX] for start in range(0, len(keys), BATCH_MAX)]
         started: deque[PrefetchHandle] = deque()
         read: list[PrefetchHandle] = []
         try:
             for batch in batches:
-                left = max(SPENT_SECONDS, until - time.monotonic()) if seconds else 0.0
+                left = max(SPENT_SECONDS, until - time.monotonic()) if wait_seconds else 0.0
                 started += self.start(batch, 0.0, wait_seconds=left)
                 most = 0 if batch is batches[-1] else (AHEAD - 1) * BATCH_MAX
                 while len(started) > most:
@@ -226,8 +225,9 @@ class PendingClaims:
         self, keys: Sequence[TensorKey], wait_seconds: float, timeout: float, keeps: bool
     ) -> ClaimHandle:
         """See `LookupBuffer.claim_all`."""
+        wait, timeout = clamped_seconds(wait_seconds), clamped_seconds(timeout)
         handle = self.register(keys, keeps)
-        texts, wait = sorted(key.text for key in keys), clamped_seconds(wait_seconds)
+        texts = sorted(key.text for key in keys)
         if handle.state is not ClaimOutcome.PENDING:
             return handle
         if self._post(ClaimAll(handle.request_id, self._session.namespace, texts, wait)):
@@ -237,8 +237,10 @@ class PendingClaims:
         return handle
 
     def register(self, keys: Sequence[TensorKey], keeps: bool) -> ClaimHandle:
-        """A new handle, which the events of its request id settle. FAILED if the keys do not fit
-        one message: they could then not be claimed all or none."""
+        """A new handle, which the events of its request id settle. GRANTED if there are no keys.
+        FAILED if they do not fit one message: they could then not be claimed all or none."""
+        if not keys:
+            return ClaimHandle(keys, self._settled, ClaimOutcome.GRANTED)
         if len(list(split([key.text for key in keys]))) > 1:
             return ClaimHandle(keys, self._settled, ClaimOutcome.FAILED)
         handle = ClaimHandle(keys, self._settled, request_id=next_request_id(), keeps=keeps)

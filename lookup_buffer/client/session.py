@@ -133,7 +133,22 @@ class ClientSession:
         self, timeout: float = CALL_SECONDS, *, wait: bool = True
     ) -> Iterator["NodeConnection"]:
         """A connection for one caller. It returns to the pool afterwards if it is still open.
-        Without `wait` it is refused if all are in use."""
+        Without `wait` it is refused if all are in use.
+
+        Raises:
+            NodeUnavailable: there is none; raised out of the `with` block, too, if it breaks.
+            Closed: instead, if the caller has closed the buffer, perhaps meanwhile.
+        """
+        try:
+            with self._own_connection(timeout, wait=wait) as connection:
+                yield connection
+        except NodeUnavailable as error:
+            if self._closing.is_set():
+                raise Closed("the buffer was closed during the call") from error
+            raise
+
+    @contextmanager
+    def _own_connection(self, timeout: float, *, wait: bool) -> Iterator["NodeConnection"]:
         current = self._connected_session()
         until = time.monotonic() + timeout
         if not self._free_connections.acquire(timeout=timeout if wait else 0.0):
@@ -298,6 +313,7 @@ class ClientSession:
                     if "event" in message:
                         self._on_event(message)
             self._on_tick()
+            self._memories.retire_lost()
 
     def _end(self, current: _OpenSession | None) -> None:
         with self._lock:

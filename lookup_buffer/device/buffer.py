@@ -21,6 +21,7 @@ from lookup_buffer.device.lane import DeviceLane
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.protocol.fields import clamped_seconds
 from lookup_buffer.protocol.messages import InsertOutcome
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class DeviceBuffer:
         Raises:
             As `LookupBuffer.select`.
         """
+        timeout = clamped_seconds(timeout)
         deadline = time.monotonic() + timeout
         (handle,) = self.host.prefetch([key])
         try:

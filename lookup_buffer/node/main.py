@@ -12,6 +12,7 @@ many and not drawn, nor is `connection` to other nodes.
     clients ─► connection ─► server                 a call or a task for each request
       server ─► arena                               pins
       server ─► closer                              descriptors that clients passed [lb-close]
+               └─► client_process                   whether a client's process has ended
       server ─► insert ─► arena                     insert; copies above 512 KiB [lb-copy]
                ├─► staging                          clients' memory: checked, mapped
                ├─► handoffs ─► turns, arena         hand-offs that wait for space
@@ -111,8 +112,8 @@ request is answered. CPython's own thresholds caused eight of them while the mir
 none."""
 BLOCKED_SECONDS: Final = 0.02
 LOCK_SECONDS: Final = 5.0
-"""How long to wait for the lock on the directory: a node that is shutting down releases it
-within this time."""
+"""How long to wait for the lock on the directory. A node that is shutting down mostly releases it
+within this time; it may take END_SECONDS, and then the start fails."""
 END_SECONDS: Final = 20.0
 """After a request to stop, a node ends within this time, sooner than a supervisor kills it (30 s in
 Kubernetes). Its parts stop within 12 s and the store's timeout; one that does not is a bug, and

@@ -30,6 +30,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.client_process import ClientProcess
 from lookup_buffer.node.closer import Closer
 from lookup_buffer.node.connection import (
     Answer,
@@ -93,10 +94,13 @@ from lookup_buffer.shm.index import RemoteIndex
 from lookup_buffer.times import QUARANTINE_SECONDS
 
 CONNECTIONS_MAX = 1024
-"""Of clients, with the sessions that were lost and still have pins: each of those has a
-descriptor."""
+"""Of clients, with the sessions that were lost and still have pins. Each session has a descriptor
+more, for its process."""
 HELLO_SECONDS = 5.0
 """A connection that has no session after this time is closed."""
+LAST_READ_SECONDS = 0.1
+"""After the end of a client's process, for what it has sent: then its session ends, if its sockets
+do not end."""
 CLOSE_SECONDS = 2.0
 """For sessions at shutdown: their requests have only to notice that they are cancelled."""
 STRANGERS_MAX = 16
@@ -495,8 +499,10 @@ class Server:
         if self._of.get(connection, True):  # it has ended, or a session by what came with its Hello
             connection.end(ProtocolError("hello out of turn"))
             return
-        process = connection.process() if connection.pid == 0 else None  # it certainly lives now
+        process = ClientProcess(self.loop, connection)
         session = self._open(connection, request)
+        end = partial(session.end, says_goodbye=False)
+        process.ended.add_done_callback(lambda _: self.loop.call_later(LAST_READ_SECONDS, end))
         try:
             try:
                 self._welcome(connection, session, request)
@@ -506,32 +512,23 @@ class Server:
                 self.lanes.close(session)
                 self.takes.end(session)
                 self.claims.end(session)
-            if not says_goodbye and self._holds_pins(session):  # else it costs no descriptor
-                process = _pidfd(connection.pid) if process is None else process
+            if not says_goodbye and self._holds_pins(session):
                 await self._end_of(process)
-        except ProcessLookupError:
-            pass  # it has ended
         finally:
             self.arena.release_all(session.id)
             self.lanes.release_all(session)
-            if process is not None:
-                os.close(process)
+            process.close()
 
     def _holds_pins(self, session: Session) -> bool:
         return self.arena.holds_pins(session.id) or self.lanes.holds(session)
 
-    async def _end_of(self, process: int | None) -> None:
-        """Return when the process of this pidfd has ended, or after QUARANTINE_SECONDS."""
-        ended: asyncio.Future[None] = self.loop.create_future()
+    async def _end_of(self, process: ClientProcess) -> None:
+        """Return when the process has ended, or after QUARANTINE_SECONDS."""
         self._lost += 1
-        if process is not None:
-            self.loop.add_reader(process, ended.cancel)
         try:
-            await asyncio.wait([ended], timeout=QUARANTINE_SECONDS)
+            await asyncio.wait([process.ended], timeout=QUARANTINE_SECONDS)
         finally:
             self._lost -= 1
-            if process is not None:
-                self.loop.remove_reader(process)
 
     def _join(self, connection: Connection, request: Join) -> None:
         session = self._sessions.get(request.session)
@@ -562,20 +559,6 @@ def _file_at(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino
-
-
-def _pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when process `pid` ends; None if the kernel gives none.
-
-    Raises:
-        ProcessLookupError: it has already ended.
-    """
-    try:
-        return os.pidfd_open(pid) if pid > 0 else None  # 0: it lives in another pid namespace
-    except ProcessLookupError:
-        raise
-    except OSError:
-        return None
 
 
 def _refusal(number: int, version: int) -> Fields:

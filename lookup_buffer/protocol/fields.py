@@ -5,6 +5,7 @@ functions that bring a client's arguments within these bounds, and the reasons w
 not use a lane. Pure data and functions; any thread.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -206,5 +207,11 @@ def checked_seconds(name: str, value: float) -> float:
 
 
 def clamped_seconds(timeout: float) -> float:
-    """A caller's timeout in seconds, limited to the range that a request may carry."""
+    """A caller's timeout in seconds, limited to the range that a request may carry.
+
+    Raises:
+        ConfigError: it is not a number.
+    """
+    if math.isnan(timeout):
+        raise ConfigError(f"a timeout is {timeout!r}; allowed: any number of seconds")
     return min(max(0.0, float(timeout)), SECONDS_MAX)

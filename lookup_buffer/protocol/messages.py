@@ -203,8 +203,8 @@ class Take(Request):
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge(Request):
-    """The taker has the bytes. → won: whether the lease was still valid. The ticket is released in
-    either case."""
+    """The taker has the bytes. → won: whether the lease was still valid. In either case the client
+    releases the ticket."""
 
     op = "acknowledge"
     token: int

@@ -19,8 +19,8 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.key import TensorKey
-from lookup_buffer.protocol.messages import InsertOutcome
-from nodes import NodeProcess, StartNode, key, tensor_of, wait_until
+from lookup_buffer.protocol.messages import Insert, InsertOutcome, Request
+from nodes import NodeProcess, StartNode, handoff, key, tensor_of, wait_until
 from patience import scaled
 from servers import StartServer, frozen
 
@@ -232,6 +232,41 @@ def test_keys_as_long_as_allowed(node_pair: Pair) -> None:
         outcomes = here.insert_many((name, torch.ones(1)) for name in names)
         assert outcomes == [InsertOutcome.STORED] * 1200
         assert all(isinstance(one, torch.Tensor) for one in here.select_many(names))
+
+
+def test_values_of_one_key_are_sent_one_after_the_other(
+    node_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the older value of a hand-off may be the one that stays: in requests at the same time
+    they are stored in any order."""
+    in_flight = [0]
+    send, reply = NodeConnection.send, NodeConnection.reply
+
+    def count_sent(connection: NodeConnection, request: Request, **arguments: Any) -> None:
+        in_flight[0] += isinstance(request, Insert)
+        assert in_flight[0] <= 1
+        send(connection, request, **arguments)
+
+    def count_answered(
+        connection: NodeConnection, request: Request, deadline: float
+    ) -> dict[str, Any]:
+        answer = reply(connection, request, deadline)
+        in_flight[0] -= isinstance(request, Insert)
+        return answer
+
+    monkeypatch.setattr(NodeConnection, "send", count_sent)
+    monkeypatch.setattr(NodeConnection, "reply", count_answered)
+    name, shared = handoff(), key()
+    large, small = torch.zeros(STAGED_BYTES, dtype=torch.uint8), torch.ones(3)
+    with node_pair[0].client() as buffer:
+        for one in (name, shared):
+            outcomes = buffer.insert_many([(one, large), (key(), large), (one, small)])
+            assert outcomes[:2] == [InsertOutcome.STORED] * 2
+        taken, kept = buffer.drop_select(name), buffer.select(shared)
+        assert taken is not None
+        assert torch.equal(taken, small), "the later value replaces the earlier one"
+        assert kept is not None
+        assert torch.equal(kept, large), "the earlier one stays"
 
 
 def test_an_interrupted_insert_closes_its_connection(

@@ -1,15 +1,19 @@
 """Sessions of clients: refused, closed, forked, with an engine rank, with claims."""
 
 import multiprocessing
+import os
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 from lookup_buffer.client.handles import PrefetchState
+from lookup_buffer.client.session import CONNECTIONS_MAX
 from lookup_buffer.errors import (
     BufferFull,
     Closed,
@@ -18,7 +22,18 @@ from lookup_buffer.errors import (
     NodeRefused,
     NodeUnavailable,
 )
-from nodes import MIB, ClientProcess, NodeProcess, StartNode, at_rest, key, tensor_of, wait_until
+from lookup_buffer.key import TensorKey
+from nodes import (
+    MIB,
+    ClientProcess,
+    NodeProcess,
+    StartNode,
+    at_rest,
+    handoff,
+    key,
+    tensor_of,
+    wait_until,
+)
 from patience import scaled
 
 Pair = tuple[NodeProcess, NodeProcess]
@@ -82,25 +97,38 @@ def test_close_gives_pins_back_also_where_its_thread_is_held_up(
     at_rest(node_pair[0])
 
 
-def test_close_ends_waits(node_pair: Pair) -> None:
-    client = node_pair[0].client()
-    errors = list[Exception]()
+WAITS: dict[str, Callable[[LookupBuffer, TensorKey], object]] = {
+    "select": lambda client, _: client.select(key(), timeout=300.0),
+    "drop_select": lambda client, _: client.drop_select(handoff(), timeout=300.0),
+    "claim": lambda client, held: client.claim(held, lease_seconds=1.0, timeout=300.0),
+}
 
-    def wait() -> None:
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_close_ends_waits(
+    node_pair: Pair, buffer: LookupBuffer, wait: Callable[[LookupBuffer, TensorKey], object]
+) -> None:
+    """Also of those that wait for a connection."""
+    client, held = node_pair[0].client(), key()
+    assert buffer.claim(held, lease_seconds=300.0).granted
+    errors = list[type[Exception]]()
+
+    def wait_in_vain() -> None:
         try:
-            client.select(key(), timeout=300.0)
+            wait(client, held)
         except LookupBufferError as error:
-            errors.append(error)
+            errors.append(type(error))
 
-    thread = threading.Thread(target=wait)
-    thread.start()
+    threads = [threading.Thread(target=wait_in_vain) for _ in range(CONNECTIONS_MAX + 2)]
+    for thread in threads:
+        thread.start()
     time.sleep(0.2)
     started = time.monotonic()
     client.close()
-    thread.join(scaled(5.0))
+    for thread in threads:
+        thread.join(scaled(5.0))
     assert time.monotonic() - started < scaled(2.0)
-    assert len(errors) == 1
-    assert isinstance(errors[0], Closed | NodeUnavailable)
+    assert errors == [Closed] * len(threads)
 
 
 def _use_in_child(client: LookupBuffer, answers: "multiprocessing.SimpleQueue[str]") -> None:
@@ -214,6 +242,67 @@ receive()
             assert node.stats()["pinned_bytes"] == 5 * MIB
             scheduler.kill()
             at_rest(node, seconds=2.0)
+
+
+FORKS = """
+import os, time
+name, claimed = receive()
+(handle,) = buffer.prefetch([name], timeout=5.0)
+buffer.claim(claimed, lease_seconds=60.0)
+child = os.fork()
+if child == 0:
+    time.sleep(600.0)
+    os._exit(0)
+send((handle.state.value, child))
+receive()
+for _ in range(7):
+    buffer.select(name)
+buffer._local_reads.report()
+os._exit(0)
+"""
+
+
+@contextmanager
+def forking_client(
+    node: NodeProcess, name: TensorKey, claimed: TensorKey
+) -> Iterator[ClientProcess]:
+    """A client with a pin and a claim. Its child has its sockets, so that these do not end with
+    it."""
+    with ClientProcess(node.config, FORKS) as client:
+        client.send((name, claimed))
+        state, child = client.receive()
+        assert state == "resident"
+        try:
+            yield client
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_killed_client_gives_back_all_though_its_forked_child_lives(
+    node_pair: Pair, buffer: LookupBuffer
+) -> None:
+    node, name, claimed = node_pair[0], key(), key()
+    buffer.insert(name, torch.ones(2))
+    with forking_client(node, name, claimed) as client:
+        assert node.stats()["pins"] == 1
+        client.kill()
+        at_rest(node)
+        wait_until(lambda: buffer.claim(claimed, lease_seconds=1.0).granted, 5.0)
+        buffer.release_claim(claimed)
+
+
+def test_what_a_client_sent_before_its_end_is_read_though_its_forked_child_lives(
+    node_pair: Pair, buffer: LookupBuffer
+) -> None:
+    node, name = node_pair[0], key()
+    buffer.insert(name, torch.ones(2))
+    with forking_client(node, name, key()) as client:
+        before = node.stats()["hits_local"]
+        with node.frozen():  # then it sees the message and the end at the same time
+            client.send("go")
+            assert client.wait() == 0
+        at_rest(node)
+        assert node.stats()["hits_local"] == before + 7
 
 
 # -- prefetch

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -321,6 +322,27 @@ def test_after_a_lost_main_connection_no_handle_counts_as_resident(start_node: S
         (again,) = client.prefetch([name], timeout=5.0)
         assert again.state is PrefetchState.RESIDENT
         client.release(held, again)
+
+
+def test_the_memory_of_a_dead_node_is_unmapped_during_the_next_session(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = start_node()
+    with node.client() as client:
+        before, boot = count_arenas(), client.boot
+        node.kill()
+        node.start()
+        wait_until(lambda: client.boot not in ("", boot), 10.0)
+        (handle,) = client.prefetch([key()], timeout=scaled(5.0))
+        assert handle.state is PrefetchState.MISSING, "the session's events are heard"
+        assert count_arenas() == before + 1
+        monkeypatch.setattr("lookup_buffer.client.memories.LOST_SECONDS", 0.0)
+        wait_until(lambda: count_arenas() == before, 5.0, "the arena of the dead node is unmapped")
+
+
+def count_arenas() -> int:
+    """Mapped by this process."""
+    return Path("/proc/self/maps").read_text().count("lookup-buffer-arena")
 
 
 def break_session(client: LookupBuffer) -> None:
