@@ -36,7 +36,7 @@ def require_media(connector_name: str) -> None:
 
     @functools.wraps(original)
     def resolve(self: Any) -> None:
-        multimodal = getattr(self.model_config, "multimodal_config", None)
+        multimodal: Any = getattr(self.model_config, "multimodal_config", None)
         was_enabled = getattr(multimodal, "enable_mm_embeds", False)
         original(self)
         if getattr(multimodal, "allow_missing_mm_embeddings", False) and _is_only_cached(
