@@ -1,5 +1,6 @@
 """vLLM's entry point `vllm.general_plugins`: registers the connectors' names, and patches vLLM to
-hash the images of one model alike with the hub online and offline.
+hash the images of one model alike with the hub online and offline, and to refuse requests without
+media that would end an engine.
 
 Runs on the main thread of every vLLM process (API server, engine core, workers), in some more than
 once. It also runs in engines that do not use this package, wherever it is installed. So it imports
@@ -35,6 +36,7 @@ def register() -> None:
         _put(KVConnectorFactory, KV_CONNECTOR_NAME, KV_CONNECTOR_MODULE)
 
     _hash_by_repository()
+    _require_media()
 
 
 def _hash_by_repository() -> None:
@@ -46,6 +48,20 @@ def _hash_by_repository() -> None:
         logger.warning(
             "vLLM was not patched to hash images by the repository's name; engines with the hub "
             "offline do not share with engines online: %r",
+            error,
+        )
+
+
+def _require_media() -> None:
+    from connectors import missing_media
+
+    try:
+        missing_media.require_media(KV_CONNECTOR_NAME)
+    except Exception as error:  # noqa: BLE001 -- an unknown host must not break vLLM's start
+        logger.warning(
+            "vLLM was not patched to refuse requests without media, one of which can end an engine "
+            "with %s that is no EC consumer: %r",
+            KV_CONNECTOR_NAME,
             error,
         )
 

@@ -152,7 +152,7 @@ def parse_as(kind: type[Settings], raw: Mapping[str, Any], where: str) -> Settin
     try:
         settings = kind(**raw)
     except ValidationError as error:
-        raise explain(error, kind, raw) from None
+        raise explain(error, kind, raw, refused=SECRETS) from None
     except TypeError as error:  # a key that is no string cannot be a keyword argument
         raise ConfigError(f"{where}: every name must be a string") from error
     if settings.store_url != "embedded" and may_hold_password(settings.store_url):

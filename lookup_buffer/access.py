@@ -27,6 +27,20 @@ from store.schemes import is_foreign, unknown_scheme
 from store.url import parse
 
 
+def absolute_path(value: str | Path) -> Path:
+    """The path of a setting, as a node can use it, which runs in /. `~` is the user's home.
+
+    Raises:
+        ValueError: states what is allowed.
+    """
+    if value == "":
+        raise ValueError("a path, which must not be empty")
+    try:
+        return Path(value).expanduser().absolute()
+    except RuntimeError:
+        raise ValueError("a path; this user has no home directory") from None
+
+
 def runtime_directory(named: Path | None, *, make: bool = True) -> Path:
     """The directory `named`, or the user's default; its owner and mode are checked. If there is
     none, it is created with mode 0700, or, without `make`, only said where it would be.
@@ -174,7 +188,7 @@ class StoreAccess:
             return str(settings[name]) if name in settings else None
 
         def path(name: str) -> Path | None:
-            return Path(settings[name]).absolute() if name in settings else None
+            return _checked_path(name, settings[name]) if name in settings else None
 
         access = cls(
             _checked_url(text("store_url") or EMBEDDED),
@@ -304,6 +318,13 @@ def check_store_url(value: str) -> str:
     if not is_foreign(value):
         parse(value)
     return value
+
+
+def _checked_path(name: str, value: str | Path) -> Path:
+    try:
+        return absolute_path(value)
+    except ValueError as error:
+        raise ConfigError(f"setting {name!r} is {str(value)!r}; allowed: {error}") from None
 
 
 def _checked_url(value: str) -> str:

@@ -9,7 +9,7 @@ import hashlib
 import ipaddress
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -31,6 +31,7 @@ from lookup_buffer.access import (
     TIMEOUT_SECONDS_MAX,
     TOKENS,
     StoreAccess,
+    absolute_path,
     check_store_url,
     known_user_token,
     override,
@@ -164,11 +165,11 @@ class BufferConfig(BaseModel):
 
     @field_validator(
         "store_password_file", "store_sentinel_password_file", "token_file", "http_token_file",
-        *TLS_FILES,
+        "directory", "node_socket", *TLS_FILES, mode="before",
     )  # fmt: skip
     @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else value.absolute()  # a node runs in /
+    def _absolute(cls, value: object) -> object:
+        return absolute_path(value) if isinstance(value, str | Path) else value
 
     @field_validator("capacity_bytes")
     @classmethod
@@ -226,11 +227,7 @@ class BufferConfig(BaseModel):
             f"{setting_advice('token')}, or listen at a tls:// address",
             self.token or self.token_file or self.tls_files(),
         )
-        if host in WILDCARDS and self.advertise is None:
-            raise ValueError(
-                f"'listen' is {self.listen!r}, to which no peer can connect; set 'advertise' to an "
-                f"address of this host, as {urlsplit(self.listen).scheme}://10.0.0.7:7730"
-            )
+        self._check_reachable()
         for secret, file in TOKENS:
             if getattr(self, secret) is not None and getattr(self, file) is not None:
                 raise ValueError(f"set only one of {secret!r} and {file!r}")
@@ -260,6 +257,18 @@ class BufferConfig(BaseModel):
             raise ValueError(
                 f"'advertise' is {self.advertise!r} and 'listen' is {self.listen!r}; "
                 "both are tcp://, or both are tls://"
+            )
+
+    def _check_reachable(self) -> None:
+        """Raises ValueError: the address that the node publishes is none that a peer can dial."""
+        name = "listen" if self.advertise is None else "advertise"
+        address = self.advertise or self.listen
+        host, port = parse_address(address)
+        # At port 0 of `listen` the node gets a free one, and publishes that.
+        if host in WILDCARDS or (name == "advertise" and port == 0):
+            raise ValueError(
+                f"{name!r} is {address!r}, to which no peer can connect; set 'advertise' to an "
+                f"address of this host, as {urlsplit(self.listen).scheme}://10.0.0.7:7730"
             )
 
     @classmethod
@@ -424,12 +433,7 @@ def parse_tcp(address: str) -> tuple[str, int]:
 def parse_address(address: str) -> tuple[str, int]:
     """Host and port of a node's address, `tcp://host:port` or `tls://host:port`. Raises ValueError,
     which states the forms allowed."""
-    if is_tls(address):
-        return _parse(address, "tls")
-    try:
-        return parse_tcp(address)
-    except ValueError as error:
-        raise ValueError(f"{error} or tls://host:port") from None
+    return _parse(address, "tcp", "tls")
 
 
 def is_tls(address: str) -> bool:
@@ -442,25 +446,35 @@ def parse_http(address: str) -> tuple[str, int]:
     return _parse(address, "http")
 
 
-def _parse(address: str, scheme: str) -> tuple[str, int]:
-    parts = urlsplit(address)
-    if parts.scheme != scheme or not parts.hostname or parts.port is None or parts.path.strip("/"):
-        raise ValueError(f"an address of the form {scheme}://host:port")
+def _parse(address: str, *schemes: str) -> tuple[str, int]:
+    forms = " or ".join(f"{scheme}://host:port" for scheme in schemes)
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError:  # the port is no number or too large, or the host is half an IPv6 address
+        raise ValueError(f"an address of the form {forms}, with a port up to 65535") from None
+    if parts.scheme not in schemes or not host or port is None or parts.path.strip("/"):
+        raise ValueError(f"an address of the form {forms}")
     # Who listens at localhost does so at 127.0.0.1. Who dials it is not to find another one at ::1.
-    return "127.0.0.1" if parts.hostname == "localhost" else parts.hostname, parts.port
+    return "127.0.0.1" if host == "localhost" else host, port
 
 
 def explain(
-    error: ValidationError, model: type[BaseModel], settings: Mapping[str, Any]
+    error: ValidationError,
+    model: type[BaseModel],
+    settings: Mapping[str, Any],
+    *,
+    refused: Collection[str] = (),
 ) -> ConfigError:
-    """An error of one line for the first wrong setting: its name, value and what is allowed."""
+    """An error of one line for the first wrong setting: its name, value and what is allowed. Of an
+    unknown name it proposes similar ones, but none that are `refused` where the user writes it."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     allowed = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if not first["loc"]:  # a conflict between settings
         return ConfigError(allowed)
     name = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
-        return ConfigError(f"unknown setting {name!r}{_nearest(name, model)}")
+        return ConfigError(f"unknown setting {name!r}{_nearest(name, model, refused)}")
     field = model.model_fields.get(name)
     secret = field is not None and "Secret" in str(field.annotation)
     if secret and f"{name}_file" in settings:
@@ -480,11 +494,12 @@ def _store_identity(url: str) -> str:
     return f"{redact(url)} ({hashlib.sha256(place.encode()).hexdigest()[:8]})"
 
 
-def _nearest(name: str, model: type[BaseModel]) -> str:
+def _nearest(name: str, model: type[BaseModel], refused: Collection[str]) -> str:
     from difflib import get_close_matches  # takes 6 ms; imported for errors only
 
-    near = get_close_matches(name, model.model_fields, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; allowed: {sorted(model.model_fields)}"
+    allowed = sorted(model.model_fields.keys() - set(refused))
+    near = get_close_matches(name, allowed, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; allowed: {allowed}"
 
 
 def _shown(value: object, name: str) -> object:

@@ -38,8 +38,9 @@ def settings_of_environment(names: Iterable[str]) -> dict[str, str]:
 
 
 def misspelt_variables(names: Iterable[str]) -> dict[str, str]:
-    """Unknown variables whose name nearly matches a known one, each with that known name. Less
-    similar names may be of other programs, as the variables that Kubernetes sets for a service."""
+    """Unknown variables whose name nearly matches a known one, or is the first words of one, each
+    with that known name. Less similar names may be of other programs, as the variables that
+    Kubernetes sets for a service."""
     from difflib import get_close_matches  # takes 6 ms; imported for this check only
 
     known = [form for name in names for form in (name.upper(), f"{name.upper()}_FILE")]
@@ -48,7 +49,8 @@ def misspelt_variables(names: Iterable[str]) -> dict[str, str]:
         name = variable.removeprefix(ENVIRONMENT_PREFIX)
         if name in (variable, *known):
             continue
-        if near := get_close_matches(name, known, n=1, cutoff=0.8):
+        near = get_close_matches(name, known, n=1, cutoff=0.8)
+        if near := near or [one for one in known if one.startswith(f"{name}_")]:
             misspelt[variable] = ENVIRONMENT_PREFIX + near[0]
     return misspelt
 

@@ -68,7 +68,9 @@ def _verify_flags(text: str) -> tuple[str, ...] | None:
 
 
 _ANY_TEXT = _Option("any text", lambda text: text)
-_FILE = _Option("a path", lambda text: text or None)
+_FILE = _Option(
+    "an absolute path, since a node runs in /", lambda text: text if text[:1] == "/" else None
+)
 _BOOLEAN = _Option("true or false", _flag)
 _VERIFY = _Option(f"one or more of {', '.join(sorted(_VERIFY_FLAGS))}", _verify_flags)
 

@@ -36,7 +36,7 @@ Exit codes:
   1  a problem was found, or the key is absent
   2  wrong usage or configuration
   3  the store or the node is not reachable
-  130  ended by Ctrl-C
+  130  ended by Ctrl-C (`serve` and the live `top`: 0)
   141  the reader of the output closed it
 """
 _PACKAGES: Final = Path(__file__).resolve().parent.parent.parent

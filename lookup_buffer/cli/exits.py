@@ -24,17 +24,20 @@ from store import (
     StoreUrlError,
 )
 
+_HELP_INSTEAD = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""What click 8.2 and newer raises to print the help of a call without arguments."""
+
 
 class Commands(click.Group):
     """Turns an expected error of a command into one line and an exit code, without a traceback."""
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         """Parse the options. Options that print something and end (--help, --version) act here."""
-        with _errors_as_one_line():
+        with _errors_as_one_line(), _usage_before_its_error():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _errors_as_one_line():
+        with _errors_as_one_line(), _usage_before_its_error():
             if sys.stdout is None:
                 raise CommandError("the output is closed", ExitCode.FOUND)
             try:
@@ -78,6 +81,22 @@ def _errors_as_one_line() -> Iterator[None]:
         _end(f"{str(error).rstrip('.')}; {advice}", ExitCode.UNREACHABLE)
     except (StoreError, LookupBufferError) as error:
         _end(str(error), ExitCode.UNREACHABLE)
+
+
+@contextmanager
+def _usage_before_its_error() -> Iterator[None]:
+    """Print how a command is called, as click does; the error is a line like any other then."""
+    try:
+        yield
+    except click.UsageError as error:
+        if isinstance(error, _HELP_INSTEAD):
+            raise
+        command = "lookup-buffer"
+        if error.ctx is not None:  # click does not say where an option lacks its value
+            command = error.ctx.command_path
+            click.echo(error.ctx.get_usage(), err=True)
+        sentence = f"{error.format_message().rstrip('.')}; `{command} --help` lists what is allowed"
+        raise CommandError(sentence, ExitCode.USAGE) from error
 
 
 def _discard_output() -> None:

@@ -82,7 +82,7 @@ def store_access(
     return StoreAccess.from_environment(
         store_url=store_url,
         store_password_file=store_password_file,
-        directory=None if directory is None else directory.absolute(),
+        directory=directory,
     )
 
 
@@ -104,9 +104,6 @@ def configure(
         _check_secret(name, settings.get(name))
     given = {name: value for name, value in settings.items() if value is not None}
     merged = override(_read_settings(config_file) if config_file is not None else {}, given)
-    for name in ("directory", "node_socket"):
-        if merged.get(name):
-            merged[name] = Path(merged[name]).absolute()  # used in URLs; a node runs in /
     return BufferConfig.from_environment(**merged)
 
 

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +105,65 @@ def test_a_vllm_that_hashes_in_another_way_is_left_alone(
     register()
     if other is not None:
         assert inputs.ProcessorInputs.get_mm_hashes is other
+
+
+OURS = {"kv_connector": KV_CONNECTOR_NAME, "kv_role": "kv_both"}
+INSIDE = {
+    "kv_connector": "MultiConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"connectors": [{"kv_connector": "ExampleConnector"}, OURS]},
+}
+FOREIGN = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+def accepted(
+    kv: dict[str, Any], ec_role: str = "", *, is_enabled: bool = False
+) -> tuple[bool, bool]:
+    """As vLLM resolves it: whether items may come without media, and whether as embeddings."""
+    from vllm.config import ECTransferConfig, KVTransferConfig, VllmConfig
+
+    multimodal = SimpleNamespace(allow_missing_mm_embeddings=False, enable_mm_embeds=is_enabled)
+    ec = ECTransferConfig(ec_connector=CONNECTOR_NAME, ec_role=ec_role) if ec_role else None
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=multimodal),
+        kv_transfer_config=KVTransferConfig(**kv),
+        ec_transfer_config=ec,
+    )
+    VllmConfig._resolve_mm_embedding_inputs(config)
+    return multimodal.allow_missing_mm_embeddings, multimodal.enable_mm_embeds
+
+
+@pytest.mark.parametrize("kv", [OURS, INSIDE], ids=["alone", "inside MultiConnector"])
+def test_items_without_media_are_refused_where_their_kv_is_only_cached(kv: dict[str, Any]) -> None:
+    """An encoder that runs on nothing ends the engine. What the user enabled stays enabled, and a
+    producer of encoder outputs is sent none either."""
+    register()
+    assert accepted(kv) == (False, False)
+    assert accepted(kv, is_enabled=True) == (False, True)
+    assert accepted(kv, "ec_producer") == (False, False)
+
+
+def test_items_without_media_are_accepted_where_something_delivers_them() -> None:
+    register()
+    assert accepted(OURS, "ec_consumer") == (True, True)
+    assert accepted(OURS, "ec_both") == (True, True)
+    assert accepted(FOREIGN) == (True, True), "vLLM's rule for connectors that are no caches"
+
+
+def test_vllm_is_patched_once_and_a_model_without_media_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.config import VllmConfig
+
+    register()
+    patched = VllmConfig._resolve_mm_embedding_inputs
+    register()
+    assert VllmConfig._resolve_mm_embedding_inputs is patched
+    for model in (None, SimpleNamespace(multimodal_config=None)):
+        patched(SimpleNamespace(model_config=model))
+    monkeypatch.delattr(VllmConfig, "_resolve_mm_embedding_inputs")
+    register()
+    assert not hasattr(VllmConfig, "_resolve_mm_embedding_inputs")
 
 
 @pytest.mark.processes

@@ -1,12 +1,15 @@
 """`ec_connector_extra_config`: what is refused, in which words, and what is never shown."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from connectors.kv.engine import KvSettings, parse_kv_settings
 from connectors.settings import ConnectorSettings, parse_settings
-from lookup_buffer.config import memory_bytes
+from lookup_buffer.config import SECRETS, memory_bytes
 from lookup_buffer.errors import ConfigError
 
 
@@ -77,6 +80,20 @@ def test_wrong_setting_is_named_in_one_line(raw: dict[str, Any], words: list[str
 def test_capacity_above_the_machines_memory() -> None:
     with pytest.raises(ConfigError, match=r"'capacity_bytes'.*memory of this machine"):
         parse_settings({"capacity_bytes": memory_bytes() + 1})
+
+
+@pytest.mark.parametrize("parse", [parse_settings, parse_kv_settings])
+def test_what_is_refused_here_is_not_proposed(parse: Callable[[dict[str, Any]], object]) -> None:
+    """Secrets are refused in what vLLM prints."""
+    for name in ("tokn", "htp_token", "store_pasword", "sentinel_password"):
+        with pytest.raises(ConfigError, match="unknown setting") as caught:
+            parse({name: 1})
+        assert not any(f"'{secret}'" in str(caught.value) for secret in SECRETS), name
+    with pytest.raises(ConfigError, match="allowed") as caught:
+        parse({"zzz": 1})
+    allowed = set(re.findall(r"'(\w+)'", str(caught.value))) - {"zzz"}
+    kind = ConnectorSettings if parse is parse_settings else KvSettings
+    assert allowed == kind.model_fields.keys() - set(SECRETS)
 
 
 @pytest.mark.parametrize(

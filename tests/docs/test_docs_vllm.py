@@ -8,6 +8,8 @@ import pytest
 
 from connectors.kv.engine import KvSettings, kv_identity
 from connectors.namespace import IGNORED_MODEL, IGNORED_MULTIMODAL, Ignored, namespace_parts
+from connectors.settings import ConnectorSettings
+from lookup_buffer.config import SECRETS
 from nodes import ROOT
 from test_engine_namespace import SETTINGS, vllm_config
 from test_kv_start import BLOCK, config
@@ -20,6 +22,31 @@ ROWS = {
     if len(cells := [cell.strip() for cell in line.strip("|").split(" | ")]) == 4
 }
 FIELDS = [*IGNORED_MODEL.items(), *IGNORED_MULTIMODAL.items()]
+
+
+def rows_of(title: str) -> set[str]:
+    """The settings in the table of a section."""
+    section = TEXT.partition(f"# {title}\n")[2].partition("\n#")[0]
+    return set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+
+
+def test_the_table_has_each_setting_of_the_ec_connector() -> None:
+    """Except secrets, which are refused there."""
+    assert rows_of("Settings") == ConnectorSettings.model_fields.keys() - set(SECRETS)
+
+
+def test_the_kv_connector_takes_the_settings_of_the_table_but_those_named() -> None:
+    named = re.search(r"\[below\]\(#settings\) except (.*?), and\n", TEXT, re.DOTALL)
+    assert named is not None
+    exceptions = [name.replace("*", ".*") for name in re.findall(r"`([\w*]+)`", named[1])]
+    shared = {name for name in rows_of("Settings") if not fits_one(exceptions, name)}
+    assert shared | rows_of("Settings of the KV connector") == (
+        KvSettings.model_fields.keys() - set(SECRETS)
+    )
+
+
+def fits_one(patterns: list[str], name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 @pytest.mark.parametrize(("name", "ignored"), FIELDS, ids=[name for name, _ in FIELDS])

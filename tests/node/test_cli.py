@@ -147,8 +147,31 @@ def test_help_names_commands_and_exit_codes() -> None:
 def test_wrong_usage_is_2(name: str) -> None:
     done = run(name, "--nonsense")
     assert done.returncode == 2
-    assert "--nonsense" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    usage, *_, error = done.stderr.splitlines()
+    assert usage.startswith(f"Usage: lookup-buffer {name} ")
+    assert error.startswith("lookup-buffer: No such option")
+    assert error.endswith(f"; `lookup-buffer {name} --help` lists what is allowed")
+    assert "--nonsense" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("nonsense",), "No such command"), (("ls", "--limit"), "requires an argument"),
+     (("ls", "--limit", "x"), "not a valid integer"), (("show",), "Missing argument")],
+)  # fmt: skip
+def test_each_wrong_usage_ends_with_one_line(arguments: tuple[str, ...], words: str) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert sum(line.startswith("lookup-buffer: ") for line in done.stderr.splitlines()) == 1
+    assert words in done.stderr.splitlines()[-1]
+
+
+def test_without_arguments_it_prints_its_help() -> None:
+    done = run()
+    assert done.returncode == 2
+    assert "Exit codes:" in done.stderr
+    assert "lookup-buffer: " not in done.stderr
 
 
 @pytest.mark.parametrize("name", ["ls", "stats", "top", "nodes", "show", "why", "invalidate"])

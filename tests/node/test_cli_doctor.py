@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from command_line import environment, run, run_at_terminal, run_json
+from command_line import PROGRAM, environment, run, run_at_terminal, run_json
 from lookup_buffer.cli import check_host
 from lookup_buffer.config import BufferConfig
 from nodes import NodeProcess, StartNode, wait_until
@@ -126,6 +126,33 @@ def test_a_variable_that_is_misspelt(tmp_path: Path) -> None:
     assert [one["verdict"] for one in found] == ["warn", "warn"]
     assert "LOOKUP_BUFFER_STORE_URL" in found[0]["advice"]
     assert "LOOKUP_BUFFER_TOKEN_FILE" in found[1]["advice"]
+
+
+def test_a_variable_that_is_the_beginning_of_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = BufferConfig.of({"directory": tmp_path / "d"})
+    for name in ("CAPACITY", "STORE", "PORT", "NODE_I"):
+        monkeypatch.setenv(f"LOOKUP_BUFFER_{name}", "5")
+    found = [one for one in check_host.host_checks(config) if one.name == "variables"]
+    assert [one.found.split()[0] for one in found] == [
+        f"LOOKUP_BUFFER_{name}" for name in ("CAPACITY", "NODE_I", "STORE")
+    ]
+    assert found[0].advice == "is LOOKUP_BUFFER_CAPACITY_BYTES meant?"
+    assert "LOOKUP_BUFFER_STORE_" in found[2].advice
+
+
+def test_a_relative_directory(tmp_path: Path) -> None:
+    """In a variable, with the store in it."""
+    settings = {"LOOKUP_BUFFER_DIRECTORY": "d"}
+    done = subprocess.run(
+        [PROGRAM, "doctor", "--json"],
+        cwd=tmp_path, env=environment(settings), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = {one["name"]: one for one in json.loads(done.stdout)["checks"]}
+    assert checks["directory"]["found"].startswith(f"{tmp_path}/d, ")
+    assert f"{tmp_path}/d" in checks["store"]["found"]
 
 
 def test_nothing_has_been_started_yet(tmp_path: Path) -> None:

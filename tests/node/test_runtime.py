@@ -66,6 +66,18 @@ receive()
     wait_until(lambda: not alive(pid), 10.0)
 
 
+def test_a_relative_directory(automatic: BufferConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node that is started runs in another one."""
+    assert automatic.directory is not None
+    monkeypatch.chdir(automatic.directory.parent)
+    settings = {**automatic.model_dump(), "directory": automatic.directory.name}
+    with LookupBuffer(BufferConfig.of(settings), required=True) as buffer:
+        assert buffer.attached
+        name = key()
+        buffer.insert(name, torch.ones(2))
+        assert buffer.select(name) is not None
+
+
 def test_a_killed_automatic_node_is_started_again(automatic: BufferConfig) -> None:
     assert automatic.directory is not None
     with LookupBuffer(automatic) as buffer:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from lookup_buffer.access import StoreAccess
-from lookup_buffer.config import BufferConfig, memory_bytes
+from lookup_buffer.config import TLS_FILES, BufferConfig, memory_bytes
 from lookup_buffer.environment import parse_bytes
 from lookup_buffer.errors import ConfigError
 
@@ -53,6 +53,23 @@ WRONG = [
     ({"listen": "tcp://0.0.0.0:0", "token": SECRET}, ["advertise", "listen"]),
     ({"listen": "tcp://[::]:0"}, ["token", "listen"]),
     ({"advertise": "udp://host:1"}, ["advertise", "tcp://host:port"]),
+    (
+        {"advertise": "tcp://0.0.0.0:7"},
+        ["'advertise' is 'tcp://0.0.0.0:7'", "no peer can", ":7730"],
+    ),
+    ({"advertise": "tcp://[::]:7"}, ["'advertise' is 'tcp://[::]:7'", "no peer can connect"]),
+    ({"advertise": "tcp://10.0.0.7:0"}, ["'advertise' is 'tcp://10.0.0.7:0'", "no peer can"]),
+    (
+        {"listen": "tcp://127.0.0.1:99999"},
+        ["'listen' is 'tcp://127.0.0.1:99999'; allowed: an address", "a port up to 65535"],
+    ),
+    ({"listen": "tcp://127.0.0.1:x"}, ["'tcp://127.0.0.1:x'; allowed: an address of the form"]),
+    ({"listen": "tcp://[::1"}, ["'tcp://[::1'; allowed: an address of the form tcp://host:port"]),
+    ({"http_listen": "http://127.0.0.1:99999"}, ["form http://host:port, with a port up to 65535"]),
+    ({"directory": ""}, ["setting 'directory' is ''", "must not be empty"]),
+    ({"token_file": ""}, ["setting 'token_file' is ''", "must not be empty"]),
+    ({"node_socket": "~nobody-has-this-name/s"}, ["'node_socket'", "~nobody-has", "no home"]),
+    ({"store_url": "rediss://h?ssl_ca_certs=ca.pem"}, ["ssl_ca_certs", "an absolute path"]),
     ({"node_id": "a b"}, ["node_id", "a b"]),
     ({"node_id": "n" * 49}, ["node_id"]),
     ({"record_ttl_seconds": 1}, ["record_ttl_seconds", "1"]),
@@ -111,6 +128,21 @@ def test_a_password_in_a_url_is_never_repeated(url: str) -> None:
         BufferConfig.of({"store_url": url})
     assert SECRET not in str(caught.value)
     assert caught.value.__context__ is None or SECRET not in str(caught.value.__context__)
+
+
+PATHS = ("directory", "node_socket", "store_password_file", "token_file", "tls_key_file")
+
+
+def test_paths_mean_the_same_in_the_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It runs in /, and is sent them. `~` is the user's home, as in a shell."""
+    (tmp_path / "run").write_text("pa55")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = {"listen": "tls://127.0.0.1:0", "node_id": "n"} | dict.fromkeys(TLS_FILES, "/f")
+    for name in PATHS:
+        for path in ("run", "./run", "~/run", Path("run"), tmp_path / "run"):
+            config = BufferConfig.of({**given, name: path})
+            assert getattr(config, name) == tmp_path / "run", (name, path)
 
 
 def test_secrets_are_never_shown() -> None:
@@ -179,6 +211,23 @@ def test_an_empty_variable_counts_as_unset(clean_environment: pytest.MonkeyPatch
         clean_environment.setenv(f"LOOKUP_BUFFER_{name}", "")
     assert BufferConfig.from_environment() == usual
     assert StoreAccess.from_environment() == asking
+
+
+@pytest.mark.parametrize("path", ["run", "~/run"])
+def test_a_directory_of_the_environment(
+    clean_environment: pytest.MonkeyPatch, tmp_path: Path, path: str
+) -> None:
+    """For a node and for a command, as above."""
+    clean_environment.chdir(tmp_path)
+    clean_environment.setenv("HOME", str(tmp_path))
+    clean_environment.setenv("LOOKUP_BUFFER_DIRECTORY", path)
+    for access in (BufferConfig.from_environment().store_access(), StoreAccess.from_environment()):
+        assert access.directory == tmp_path / "run"
+        assert access.actual_url() == f"unix://{tmp_path}/run/valkey/server.sock"
+    clean_environment.setenv("LOOKUP_BUFFER_DIRECTORY", "~nobody-has-this-name")
+    for read in (BufferConfig.from_environment, StoreAccess.from_environment):
+        with pytest.raises(ConfigError, match=r"'directory' is '~nobody-has.*; allowed: a path"):
+            read()
 
 
 # -- the runtime directory

@@ -193,7 +193,10 @@ def test_refused(url: str, words: str) -> None:
         ("ssl_cert_reqs=optional", "required, or none"),
         ("ssl_min_version=TLSv1", r"771 \(TLS 1.2\) or 772 \(TLS 1.3\)"),
         ("ssl_ciphers=;", "a list of ciphers"),
-        ("ssl_ca_path=", "a path"),
+        ("ssl_ca_path=", "an absolute path"),
+        ("ssl_ca_certs=ca.pem", "an absolute path, since a node runs in /"),
+        ("ssl_certfile=./c.pem", "an absolute path"),
+        ("ssl_keyfile=~/k.pem", "an absolute path"),
         ("ssl_include_verify_flags=STRICT", "one or more of VERIFY_ALLOW_PROXY_CERTS"),
     ],
 )

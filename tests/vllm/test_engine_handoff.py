@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engines import START_SECONDS, TwoHosts, connector, engine_settings
+from engines import START_SECONDS, TwoHosts, connector, engine_settings, kv_connector
 from examples.demo.engine_settings import EngineSettings
 from models import CLIP_TOKENS_MAX, EMBEDDING_WIDTH, MODEL_TOKENS_MAX, clip, ensure_audio_model
 from nodes import ROOT, at_rest
@@ -140,6 +141,24 @@ def _at_rest(hosts: TwoHosts) -> Iterator[None]:
 def clips(*numbers: int) -> list[Part]:
     """The higher the number, the longer the clip."""
     return [clip(number, seconds=1.0 + 0.2 * number) for number in numbers]
+
+
+def test_kv_alone_delivers_no_item(
+    hosts: TwoHosts, audio_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What the KV connector lacks is computed, so an item has to come with its media. Stands before
+    the tests of `pair`, so that no other server runs."""
+    work = tmp_path_factory.mktemp("kv-alone")
+    settings = audio_settings("kv-alone", audio_model, work, 1)
+    with_kv = settings.extra_arguments | {"kv_transfer_config": kv_connector(hosts.b)}
+    with OpenAIServer(replace(settings, extra_arguments=with_kv)) as server:
+        server.wait_ready(START_SECONDS)
+        expected = server.ask(*clips(0), QUESTION).tokens
+        refused = server.ask(of_tokens("nobody-has-it", 20), QUESTION)
+        assert 400 <= refused.status < 500, refused
+        assert server.ask(*clips(0), QUESTION).tokens == expected
+        assert server.is_healthy(), server.log_tail()
+        assert "EngineDead" not in server.log_text(), server.log_tail()
 
 
 def test_requests_with_media(pair: Pair) -> None:
