@@ -20,7 +20,6 @@ from lookup_buffer.errors import (
     LookupBufferError,
     LookupTimeout,
     NodeRefused,
-    NodeUnavailable,
 )
 from lookup_buffer.key import TensorKey
 from nodes import (
