@@ -11,6 +11,7 @@ was written, it is written again, as a rewrite. `registrar` adds and takes.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -36,6 +37,9 @@ CHARACTERS_MAX = 128 << 20
 queue."""
 RECENT_SECONDS = 60.0
 """Far longer than a replica lags behind: writes within this time may be lost in a failover."""
+FORGOTTEN_AT_ONCE = 1024
+"""Bound on the older ones that one `take` forgets: a millisecond or two, and far more than it
+adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,11 @@ class Change:
 V = TypeVar("V")
 
 
-class _Queue(dict[QualifiedKey, V]):
-    """The oldest first. It counts the characters of its addresses; only `del` removes any."""
+class _Queue(OrderedDict[QualifiedKey, V]):
+    """The oldest first. It counts the characters of its addresses; only `del` removes any.
+
+    Not a plain dict: to find the first of one walks over all that were removed there before.
+    """
 
     characters = 0
 
@@ -94,7 +101,7 @@ class _Queue(dict[QualifiedKey, V]):
     def drop_old(self) -> None:
         """Drop the oldest if it is too large."""
         while len(self) > FRESH_MAX or self.characters > CHARACTERS_MAX:
-            self.take(BATCH)  # to find the first among many takes as long as to find all these
+            self.take(1)
 
 
 class DirtySet:
@@ -121,6 +128,9 @@ class DirtySet:
         """Rewrites may use the time since then, at `_per_second`; after a pause a batch at once."""
         self._recent = _Queue[tuple[float, str]]()
         """What was written within RECENT_SECONDS: when, and its reason; the oldest first."""
+        self._repeating = 0
+        """So many of them are to be written again, at most: the first ones, also in their turn."""
+        self._repeat_began_at = 0.0
         self._taken_at = -math.inf
         """When new changes were taken last."""
 
@@ -143,8 +153,7 @@ class DirtySet:
     def repeat_recent(self) -> None:
         """Write again what was written within RECENT_SECONDS."""
         self._forget_old()
-        for address, (_, reason) in self._recent.items():
-            self._add_again(address, reason)
+        self._repeating, self._repeat_began_at = len(self._recent), self._clock()
 
     def take(self, most: int = BATCH) -> list[Change]:
         """Remove and return up to `most` changes that are due. Return those that could not be
@@ -164,6 +173,7 @@ class DirtySet:
         room = min(most - len(fresh), self._count_again(), self._allowed())
         self._again_from += room / self._per_second
         again = self._again.take(room)
+        again += self._repeat_on(room - len(again))
         return fresh + again + self._walk_on(room - len(again))
 
     def written(self, changes: Iterable[Change]) -> None:
@@ -218,10 +228,10 @@ class DirtySet:
         return min(waits, default=None)
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues())) + len(self._walk)
+        return sum(map(len, self._queues())) + self._repeating + len(self._walk)
 
     def _count_again(self) -> int:
-        return len(self._again) + len(self._walk)
+        return len(self._again) + self._repeating + len(self._walk)
 
     def _allowed(self) -> int:
         """How many rewrites are allowed now."""
@@ -273,6 +283,22 @@ class DirtySet:
             del self._held[place]
             self._back.discard(place)
 
+    def _repeat_on(self, most: int) -> list[Change]:
+        """The next `most` of those written recently, which are written now: if that is lost, too,
+        they are repeated again."""
+        changes = []
+        for _ in range(min(most, self._repeating)):
+            address, (written_at, reason) = self._oldest()
+            if written_at > self._repeat_began_at:
+                self._repeating = 0  # all others were written since
+                break
+            self._repeating -= 1
+            self._recent[address] = self._clock(), reason
+            self._recent.move_to_end(address)
+            if not self._is_queued(address):
+                changes.append(Change(address, reason, paced=True))
+        return changes
+
     def _walk_on(self, most: int) -> list[Change]:
         """The next `most` addresses of the walk, less those that were or will be written since."""
         begin, never = max(0, len(self._walk) - most), (-math.inf, "")
@@ -285,9 +311,15 @@ class DirtySet:
         ]
 
     def _forget_old(self) -> None:
+        """Forget some of what was written longer ago than RECENT_SECONDS, unless it is still to be
+        repeated."""
         bound = self._clock() - RECENT_SECONDS
-        while self._recent:
-            address, (written_at, _) = next(iter(self._recent.items()))
-            if written_at >= bound:
+        for _ in range(FORGOTTEN_AT_ONCE):
+            address, (written_at, _) = self._oldest()
+            if self._repeating or written_at >= bound:
                 return
             del self._recent[address]
+
+    def _oldest(self) -> tuple[QualifiedKey, tuple[float, str]]:
+        """Of what was written; if that is nothing, one of the future."""
+        return next(iter(self._recent.items()), (("", ""), (math.inf, "")))

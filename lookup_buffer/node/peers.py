@@ -40,6 +40,7 @@ from lookup_buffer.node.links import (
 )
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.reachability import Reachability
+from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.acceptor import RETRY_SECONDS, listening_socket
 from lookup_buffer.protocol.auth import Purpose
 from lookup_buffer.protocol.fields import is_count, is_fingerprint, is_key_text, is_text
@@ -119,6 +120,11 @@ class PeerServer:
     _senders: ThreadPool = field(default_factory=lambda: ThreadPool(SENDERS_MAX, "lb-send"))
     _trusts: dict[Connection, Trust] = field(default_factory=dict)
     """Of the connections for tensors and hand-offs; those for `doctor` end soon in any case."""
+    turns: Turns = field(init=False)
+    """Of the readers."""
+
+    def __post_init__(self) -> None:
+        self.turns = Turns(self.loop)
 
     def listen(self, address: str) -> str:
         """Bind; returns the address with the actual port.
@@ -356,7 +362,7 @@ class Reader:
         self.client = link.purpose.client
         stream = link.stream.dup()  # each of the two that use it closes its own descriptor
         self.connection = Connection(
-            server.loop, link.stream, self._on_message, self._ended, link.macs
+            server.loop, link.stream, self._on_message, self._ended, link.macs, turns=server.turns
         )
         self._sender = FramedSocket(stream)
         self._sender.macs = link.macs

@@ -1,6 +1,7 @@
 """The dirty set: new changes first, rewrites at a limited rate, nothing twice, claims kept."""
 
 import time
+from collections.abc import Iterable
 
 import pytest
 
@@ -8,10 +9,13 @@ from lookup_buffer.node import dirty_set
 from lookup_buffer.node.dirty_set import (
     AGAIN_PER_SECOND_MAX,
     BATCH,
+    FORGOTTEN_AT_ONCE,
+    RECENT_SECONDS,
     TOGETHER_SECONDS,
     Change,
     DirtySet,
 )
+from steps import steps_of
 
 
 class Clock:
@@ -28,6 +32,13 @@ def keys(changes: list[Change]) -> list[str]:
 
 def of(key: str, reason: str = "", token: str | None = None) -> Change:
     return Change(("ns", key), reason, token)
+
+
+def write(dirty: DirtySet, names: Iterable[str]) -> None:
+    for name in names:
+        dirty.add(of(name))
+    while changes := dirty.take():
+        dirty.written(changes)
 
 
 def test_fresh_changes_come_before_rewriting() -> None:
@@ -244,6 +255,83 @@ def test_the_last_minute_is_written_again_and_no_more() -> None:
     clock.now += 31
     dirty.repeat_recent()
     assert dirty.take() == [of("inserted"), of("withdrawn", "evicted")]
+
+
+def test_what_is_repeated_is_not_forgotten_before_its_turn() -> None:
+    clock = Clock()
+    dirty = DirtySet(clock)
+    dirty.walk([("ns", "walked")], 10.0)
+    names = [str(n) for n in range(1000)]
+    write(dirty, ["walked", *names])
+    clock.now += 1.0
+    dirty.repeat_recent()
+    clock.now += 1.0
+    repeated = keys(dirty.take(10))
+    for name in names[500:600]:
+        dirty.add(of(name))
+    assert keys(dirty.take(100)) == names[500:600]
+    while (wait := dirty.wait_seconds()) is not None:
+        clock.now += wait + 1e-6
+        repeated += keys(dirty.take())
+    assert repeated == ["walked", *names[:500], *names[600:]]
+    assert clock.now > 100.0 + RECENT_SECONDS
+    assert len(dirty) == 0
+
+
+def test_what_is_repeated_is_repeated_again_after_the_next_failover() -> None:
+    clock = Clock()
+    dirty = DirtySet(clock)
+    write(dirty, ["first", "second"])
+    for _ in range(3):
+        clock.now += 0.9 * RECENT_SECONDS
+        dirty.repeat_recent()
+        assert keys(dirty.take()) == ["first", "second"]
+    dirty.repeat_recent()
+    assert keys(dirty.take(1)) == ["first"]
+    dirty.repeat_recent()
+    assert keys(dirty.take()) == ["second", "first"]
+    clock.now += 1.1 * RECENT_SECONDS
+    dirty.repeat_recent()
+    assert dirty.take() == []
+
+
+def test_what_waits_to_be_written_is_not_repeated() -> None:
+    clock = Clock()
+    dirty = DirtySet(clock)
+    write(dirty, ["waits", "written"])
+    dirty.add(of("waits", "evicted"))
+    dirty.repeat_recent()
+    clock.now += 1.0
+    assert dirty.take() == [of("waits", "evicted"), of("written")]
+    assert dirty.wait_seconds() is None
+
+
+def test_one_call_repeats_or_forgets_few_of_many() -> None:
+    """The loop answers nothing meanwhile."""
+    many, each = 20 * FORGOTTEN_AT_ONCE, 100
+    clock = Clock()
+    dirty = DirtySet(clock)
+    write(dirty, map(str, range(many)))
+    assert steps_of(dirty.repeat_recent) < 10 * each
+    assert steps_of(dirty.take) < 10 * BATCH * each
+    dirty = DirtySet(clock)
+    write(dirty, map(str, range(many)))
+    clock.now += RECENT_SECONDS + 1.0
+    assert steps_of(dirty.take) < FORGOTTEN_AT_ONCE * each
+
+
+def test_to_forget_one_of_many_costs_the_same_as_one_of_few() -> None:
+    def seconds_for_each(many: int) -> float:
+        clock = Clock()
+        dirty = DirtySet(clock)
+        write(dirty, map(str, range(many)))
+        clock.now += RECENT_SECONDS + 1.0
+        began = time.thread_time()
+        while dirty._recent:
+            dirty.take()
+        return (time.thread_time() - began) / many
+
+    assert seconds_for_each(80_000) < 4 * seconds_for_each(5_000)
 
 
 def test_failed_rewrites_stay_rate_limited() -> None:
