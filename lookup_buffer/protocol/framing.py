@@ -246,8 +246,9 @@ class FrameDecoder:
     Control streams carry headers only. A payload length other than zero (up to
     `max_payload_bytes`) announces bytes in shared memory, which are never part of the stream.
 
-    Between two calls it holds at most one incomplete frame: `max_header_bytes` and a prologue.
-    After a ProtocolError it stays failed, because the stream's next frame boundary is unknown.
+    Beside the bytes of the last `put` it holds at most one incomplete frame: `max_header_bytes` and
+    a prologue. After a ProtocolError it stays failed, because the stream's next frame boundary is
+    unknown.
     """
 
     def __init__(
@@ -262,12 +263,15 @@ class FrameDecoder:
         self._max_payload_bytes = max_payload_bytes
         self._pending = bytearray()
         self._wanted_bytes = PROLOGUE_BYTES  # of the incomplete frame, as known so far
+        self._unread = _NOTHING
+        self.unread_bytes = 0
+        """Of the last `put`; if there are none, `next` returns None."""
         self._failed = False
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes of an incomplete frame held now; 0 means that the stream may end here."""
-        return len(self._pending)
+        """Bytes of frames that were not returned; 0 means that the stream may end here."""
+        return len(self._pending) + self.unread_bytes
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
         """The frames completed by these bytes, in order.
@@ -276,28 +280,48 @@ class FrameDecoder:
             ProtocolError: a frame is not valid. Frames before it in the same call are lost; close
                 the connection.
         """
+        self.put(data)
+        frames = []
+        while (frame := self.next()) is not None:
+            frames.append(frame)
+        return frames
+
+    def put(self, data: bytes | bytearray | memoryview) -> None:
+        """Bytes for `next`, after it returned None.
+
+        Raises:
+            ProtocolError: a frame before was not valid.
+        """
         if self._failed:
             raise ProtocolError("this stream had an invalid frame")
+        self._unread, self.unread_bytes = memoryview(data), len(data)
+
+    def next(self) -> Frame | None:
+        """The next frame that the bytes of the last `put` complete; None if there are no more.
+
+        Raises:
+            ProtocolError: it is not valid; close the connection.
+        """
         try:
-            return self._frames(memoryview(data))
+            return self._next()
         except ProtocolError:
             self._failed = True
-            self._pending.clear()
+            self.discard()
             raise
 
     def discard(self) -> None:
-        """The stream has ended: drop an incomplete frame."""
+        """The stream has ended: drop what was not returned."""
         self._pending.clear()
+        self._unread, self.unread_bytes = _NOTHING, 0
 
-    def _frames(self, data: memoryview) -> list[Frame]:
-        frames: list[Frame] = []
+    def _next(self) -> Frame | None:
         pending = self._pending
-        position = 0
-        while position < len(data):
+        while self.unread_bytes:
             # Only the bytes that the current frame is known to need: the bound always holds.
-            piece = data[position : position + self._wanted_bytes - len(pending)]
+            piece = self._unread[: self._wanted_bytes - len(pending)]
             pending += piece
-            position += len(piece)
+            self.unread_bytes -= len(piece)
+            self._unread = self._unread[len(piece) :] if self.unread_bytes else _NOTHING
             if len(pending) < self._wanted_bytes:
                 break
             header_nbytes, payload_nbytes = decode_prologue(
@@ -311,5 +335,8 @@ class FrameDecoder:
             header = decode_header(bytes(pending[PROLOGUE_BYTES:]), payload_nbytes, self._mac)
             pending.clear()
             self._wanted_bytes = PROLOGUE_BYTES
-            frames.append(Frame(header, payload_nbytes))
-        return frames
+            return Frame(header, payload_nbytes)
+        return None
+
+
+_NOTHING: Final = memoryview(b"")
