@@ -1,11 +1,12 @@
 """Connections on the node's loop, and the sessions of clients.
 
 A `Connection` is one socket: a client's unix socket, or another node's TCP socket. It decodes
-frames, encodes replies and passes descriptors both ways (on a unix socket only). It never blocks.
+frames, encodes replies and passes descriptors both ways (on a unix socket only). It never blocks,
+and reads nothing more until what it has read was handled in its turns, see `turns`.
 Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`, and both of all clients together by
 `PENDING_TOTAL_BYTES`: a remote end that does not read its replies, or leaves requests half sent, is
 disconnected, and so is another node that acknowledges nothing for PEER_PROGRESS_SECONDS. Created by
-`server` (clients), `takes`, `handoffs` and `reachability` (nodes).
+`server` (clients), `takes`, `handoffs`, `peers` and `reachability` (nodes).
 
 A `Session` has a client's connections, engine rank, and the requests that wait. It begins with
 `Hello` on its main connection, the first one. It ends with `Goodbye`, or with that connection.
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.node.closer import RECEIVED_MAX, Closer
 from lookup_buffer.node.shares import Shares, size_of
+from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.framing import MAX_HEADER_BYTES, FrameDecoder, Macs, encode_frame
 from lookup_buffer.protocol.messages import Request
 from lookup_buffer.protocol.sockets import bytes_in_kernel, end_when_unanswered, peer_of
@@ -120,9 +122,11 @@ class Connection:
         macs: Macs | None = None,
         closer: Closer | None = None,
         pending: Shares | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """`closer` is for a client's socket, which passes descriptors, and whose headers are small
-        until `allow_large_headers`. `pending`: see `new_pending`."""
+        until `allow_large_headers`. `pending`: see `new_pending`. `turns`: shared with others; its
+        own by default."""
         self._loop = loop
         self._socket = sock
         self._on_message = on_message
@@ -135,15 +139,17 @@ class Connection:
         )
         self._output = bytearray()
         self._pending, self._pending_bytes = pending, 0
+        self._turns = Turns(loop) if turns is None else turns
         self._descriptors: list[int] = []
         self._open = True
         self._is_heard = True
         self._gathering = False
         self._is_in_use = False
+        self._is_watched = False
         self._requests = Tasks()
         self.pid, self.uid = peer_of(sock) if sock.family == socket.AF_UNIX else (0, -1)
         sock.setblocking(False)
-        loop.add_reader(sock.fileno(), self._readable)
+        self._watch(True)
 
     @property
     def open(self) -> bool:
@@ -263,34 +269,63 @@ class Connection:
         self._requests.cancel()
         self._on_end(self, error)
 
+    def step(self) -> bool:
+        """Handle one message: of what was read last, or else of what can be read now. Returns
+        whether more was read."""
+        if self._open:
+            self._handle_next()
+        if self._decoder.unread_bytes:
+            return True
+        if self._open and not self._is_watched:
+            self._watch(True)
+        return False
+
+    def _handle_next(self) -> None:
+        try:
+            if self._decoder.unread_bytes or self._read():
+                frame = self._decoder.next()
+                if frame is not None:
+                    self._on_message(self, frame.header)
+        except ProtocolError as error:
+            self.end(error)
+        except Exception as error:  # noqa: BLE001 -- what was sent after it is to be handled
+            what = "a message was not handled; this is a bug, please report it"
+            self._loop.call_exception_handler({"message": what, "exception": error})
+        if self._open and not self._count_pending():
+            self.end(ProtocolError(f"{self._decoder.buffered_bytes} bytes of requests wait"))
+
     def _readable(self) -> None:
+        if self._turns.work(self):
+            self._watch(False)
+
+    def _watch(self, is_watched: bool) -> None:
+        """Whether to be called when there is something to read."""
+        self._is_watched = is_watched
+        if is_watched:
+            self._loop.add_reader(self._socket.fileno(), self._readable)
+        else:
+            self._loop.remove_reader(self._socket.fileno())
+
+    def _read(self) -> bool:
+        """Whether there was something to read."""
         try:
             data, ancillary, flags, _ = self._socket.recvmsg(
                 READ_BYTES, ANCILLARY_BYTES, _READ_FLAGS
             )
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError:
             self.end(None)
-            return
+            return False
         if ancillary:
             self._descriptors.extend(_descriptors_in(ancillary))
         if not data:
             self.end(None)
-            return
+            return False
         if flags & _CUT_OFF or len(self._descriptors) > DESCRIPTORS_MAX:
-            self.end(ProtocolError(f"more than {DESCRIPTORS_MAX} descriptors are pending"))
-            return
-        try:
-            for message, _ in self._decoder.feed(data):
-                if not self._open:
-                    return
-                self._on_message(self, message)
-        except ProtocolError as error:
-            self.end(error)
-            return
-        if self._open and not self._count_pending():
-            self.end(ProtocolError(f"{self._decoder.buffered_bytes} bytes of a half-sent request"))
+            raise ProtocolError(f"more than {DESCRIPTORS_MAX} descriptors are pending")
+        self._decoder.put(data)
+        return True
 
     def _flush(self) -> None:
         if self._closer is None and not self._is_in_use:

@@ -36,6 +36,7 @@ from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.items import Item, Pin
 from lookup_buffer.node.links import Link
 from lookup_buffer.node.owned import Owned
+from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import (
     Acknowledge,
@@ -390,6 +391,10 @@ class Askers:
     counters: Counters
     _takes: dict[Connection, dict[int, "asyncio.Task[None]"]] = field(default_factory=dict)
     """The queued takers of each node, by the id of their `Take`."""
+    _turns: Turns = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._turns = Turns(self.loop)
 
     def __len__(self) -> int:
         """The number of their connections."""
@@ -397,7 +402,9 @@ class Askers:
 
     def admit(self, link: Link) -> Connection:
         """Serve requests on `link` until it ends."""
-        connection = Connection(self.loop, link.stream, self._on_message, self._ended, link.macs)
+        connection = Connection(
+            self.loop, link.stream, self._on_message, self._ended, link.macs, turns=self._turns
+        )
         self._takes[connection] = {}
         return connection
 

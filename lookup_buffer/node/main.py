@@ -9,7 +9,8 @@ This is the map of the folder. An arrow is a call; in brackets the thread of wha
 is not the loop's. The loop's thread is the process's main thread. `counters` is used by
 many and not drawn, nor is `connection` to other nodes.
 
-    clients ─► connection ─► server                 a call or a task for each request
+    clients ─► connection ─► server                 a call or a task for each request,
+                                                    in its turn (turns)
       server ─► arena                               pins
       server ─► closer                              descriptors that clients passed [lb-close]
       server ─► insert ─► arena                     insert; copies above 512 KiB [lb-copy]

@@ -42,6 +42,7 @@ from lookup_buffer.node.links import (
 )
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.reachability import Reachability
+from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.acceptor import RETRY_SECONDS, listening_socket
 from lookup_buffer.protocol.auth import Purpose
 from lookup_buffer.protocol.fields import is_count, is_fingerprint, is_key_text, is_text
@@ -119,8 +120,11 @@ class PeerServer:
     _readers: "set[Reader]" = field(default_factory=set)
     _senders: ThreadPool = field(default_factory=lambda: ThreadPool(SENDERS_MAX, "lb-send"))
     _rotation: Rotation = field(init=False)
+    turns: Turns = field(init=False)
+    """Of the readers."""
 
     def __post_init__(self) -> None:
+        self.turns = Turns(self.loop)
         self._rotation = Rotation(self.credentials.tls)
 
     def listen(self, address: str) -> str:
@@ -362,7 +366,7 @@ class Reader:
         self.client = link.purpose.client
         stream = link.stream.dup()  # each of the two that use it closes its own descriptor
         self.connection = Connection(
-            server.loop, link.stream, self._on_message, self._ended, link.macs
+            server.loop, link.stream, self._on_message, self._ended, link.macs, turns=server.turns
         )
         self._sender = FramedSocket(stream)
         self._sender.macs = link.macs

@@ -51,6 +51,7 @@ from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shares import Shares
 from lookup_buffer.node.takes import Taken, Takes
+from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.messages import (
     CHANGES,
     VERSION,
@@ -127,6 +128,7 @@ class Server:
     idle_since: float = field(default_factory=time.monotonic)
     _waits: Shares = field(default_factory=new_waits)
     _pending: Shares = field(default_factory=new_pending)
+    _turns: Turns = field(init=False)
     _prefetches: Prefetches = field(init=False)
     _handlers: dict[type[Request], Callable[[Session, Any], Answer]] = field(init=False)
     """Of the requests that do not involve the connection on which they came. A `LookupBufferError`
@@ -148,6 +150,7 @@ class Server:
 
     def __post_init__(self) -> None:
         pools = self.lanes.pools
+        self._turns = Turns(self.loop)
         self._prefetches = Prefetches(
             self.reads, self.lanes, self.claims, self.counters, self._sessions
         )
@@ -248,6 +251,7 @@ class Server:
             self._on_end,
             closer=self.closer,
             pending=self._pending,
+            turns=self._turns,
         )
         self._of[connection] = None
         if connection.uid not in (os.getuid(), 0):

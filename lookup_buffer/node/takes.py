@@ -42,6 +42,7 @@ from lookup_buffer.node.transfer import (
     Source,
     Wanted,
 )
+from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.messages import (
     Acknowledge,
     GiveBack,
@@ -78,6 +79,8 @@ class Owner:
     endpoint: str
     loop: asyncio.AbstractEventLoop
     credentials: Credentials
+    turns: Turns
+    """Of all owners."""
     _used_until: float = 0.0
     """The end of the last lease on it, or the time of the last message."""
     _connection: Connection | None = None
@@ -183,8 +186,9 @@ class Owner:
             self._unreached()
             return
         self._connection = connection = Connection(
-            self.loop, link.stream, self._on_message, lambda *_: self._unreached(), link.macs
-        )
+            self.loop, link.stream, self._on_message, lambda *_: self._unreached(), link.macs,
+            turns=self.turns,
+        )  # fmt: skip
         for request, _ in list(self._asked.values()):
             connection.send(request.to_wire())
 
@@ -230,13 +234,18 @@ class Owners:
     directory: Directory
     credentials: Credentials
     _owners: dict[tuple[str, str], Owner] = field(default_factory=dict)
+    _turns: Turns = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._turns = Turns(self.loop)
 
     def at(self, location: Location, endpoint: str) -> Owner:
         """The owner of `location`. To be used at once: an idle one is replaced."""
         boot = (location.node, location.boot)
         owner = self._owners.get(boot)
         if owner is None:
-            owner = self._owners[boot] = Owner(location, endpoint, self.loop, self.credentials)
+            owner = Owner(location, endpoint, self.loop, self.credentials, self._turns)
+            self._owners[boot] = owner
         return owner
 
     def tick(self) -> None:

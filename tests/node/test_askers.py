@@ -30,6 +30,7 @@ from lookup_buffer.node.links import (
     Link,
 )
 from lookup_buffer.node.takes import UNREACHED, Owner
+from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.auth import PROTOCOL_VERSION, Purpose, connect
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.messages import (
@@ -260,7 +261,7 @@ def test_a_connection_stays_until_its_last_lease_ends(
 ) -> None:
     """For with the link ends what was taken by way of it."""
     loop = AheadOfTime()
-    owner = Owner(AT, ENDPOINT, loop, Credentials())
+    owner = Owner(AT, ENDPOINT, loop, Credentials(), Turns(loop))
     ours, theirs = socket.socketpair()
     asked = loop.create_task(owner.take(ADDRESS, loop.time() + 1e4))
     loop.run_for(0.1)
@@ -288,7 +289,7 @@ def test_a_lease_for_a_request_that_was_cancelled_is_given_back(
     dialled: "list[asyncio.Future[Link]]",
 ) -> None:
     loop = AheadOfTime()
-    owner = Owner(AT, ENDPOINT, loop, Credentials())
+    owner = Owner(AT, ENDPOINT, loop, Credentials(), Turns(loop))
     ours, theirs = socket.socketpair()
     asked = loop.create_task(owner.take(ADDRESS, loop.time() + 5.0))
     loop.run_for(0.1)
@@ -311,7 +312,7 @@ def test_a_request_without_an_answer_ends_soon_after_its_deadline(
 ) -> None:
     """It leaves the queue at the deadline, and a lease that comes later is given back."""
     loop = AheadOfTime()
-    owner = Owner(AT, ENDPOINT, loop, Credentials())
+    owner = Owner(AT, ENDPOINT, loop, Credentials(), Turns(loop))
     ours, theirs = socket.socketpair()
     asked = loop.create_task(owner.take(ADDRESS, loop.time() + 0.3))
     loop.run_for(0.1)
@@ -333,7 +334,7 @@ def test_attempts_to_connect_are_rate_limited_and_end_with_the_requests(
     dialled: "list[asyncio.Future[Link]]",
 ) -> None:
     loop, asked = VirtualLoop(), list[asyncio.Task[OwnerReply]]()
-    owner = Owner(AT, ENDPOINT, loop, Credentials())
+    owner = Owner(AT, ENDPOINT, loop, Credentials(), Turns(loop))
     for attempt in range(10):
         asked.append(loop.create_task(owner.take(ADDRESS, loop.time() + 5.0)))
         if attempt:

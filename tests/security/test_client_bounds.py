@@ -272,6 +272,26 @@ def test_others_are_served_between_the_parts_of_one_request(start_node: StartNod
     assert set(seen) - {0, len(keys)}, "it was all done in one turn of the loop"
 
 
+def test_others_are_served_between_the_requests_that_many_have_sent(start_node: StartNode) -> None:
+    """All of them wait when the node looks: it does not handle first what was sent first."""
+    prelude = "from lookup_buffer.node import turns\nturns.TURN_SECONDS = 1e-9"
+    node = start_node(capacity_bytes=16 * MIB, prelude=prelude)
+    nothing = [TensorHeader.of_none().to_fields()]
+    with ExitStack() as stack, raw(node) as other:
+        clients = [stack.enter_context(raw(node)) for _ in range(20)]
+        with node.frozen():
+            for client in clients:
+                inserts = [
+                    messages.Insert(2, NAMESPACE, [key().text], nothing, [0], None, 0.0)
+                    for _ in range(100)
+                ]
+                client.socket.sendall(b"".join(encode_frame(each.to_wire()) for each in inserts))
+            other.send(messages.Stats(3))
+        ((answer, _),) = FrameDecoder().feed(other.socket.recv(1 << 16))
+        assert answer["stats"]["items"] <= 2 * len(clients)
+        wait_until(lambda: stats(node)["items"] == 100 * len(clients), 10.0)
+
+
 def test_items_without_bytes(start_node: StartNode) -> None:
     """What the node notes of each exceeds its unit of the arena 80 times."""
     bound, long = 4 * MIB, "x" * 3900

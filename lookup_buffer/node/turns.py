@@ -1,0 +1,63 @@
+"""How connections share the turns of the loop, so that what they have sent does not hold it.
+
+Each handles its messages in steps. Together the steps take about TURN_SECONDS of each turn of the
+loop, or one step takes longer. The rest waits, and then each connection makes one step in its turn:
+who sends much delays others by a step. While there is time and nobody waits, a message is handled
+as soon as it is read. Used by `connection`, on the loop's thread only.
+"""
+
+import asyncio
+from collections import deque
+from typing import Protocol
+
+from lookup_buffer.times import TURN_SECONDS
+
+
+class Worker(Protocol):
+    def step(self) -> bool:
+        """Do a part of the work. Returns whether more of it can be done now. It does not raise."""
+        ...
+
+
+class Turns:
+    """Of connections of one kind: other kinds have their own, and their own time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[Worker] = deque()
+        self._left = TURN_SECONDS
+        """Of this turn of the loop, or of several if those took little: to begin anew in each would
+        make the loop turn once more for each message."""
+        self._is_scheduled = False
+
+    def work(self, worker: Worker) -> bool:
+        """Let `worker`, which does not wait, do its steps. Returns whether it waits to go on."""
+        if not self._waiting:
+            while self._left > 0:
+                if not self._step(worker):
+                    return False
+        self._waiting.append(worker)
+        self._schedule()
+        return True
+
+    def _step(self, worker: Worker) -> bool:
+        began = self._loop.time()
+        has_more = worker.step()
+        self._left -= self._loop.time() - began
+        if self._left <= 0:
+            self._schedule()
+        return has_more
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_scheduled, self._left = False, TURN_SECONDS
+        while self._waiting and self._left > 0:
+            worker = self._waiting.popleft()
+            if self._step(worker):
+                self._waiting.append(worker)
+        if self._waiting:
+            self._schedule()
