@@ -131,6 +131,30 @@ def test_a_large_piece_with_a_partial_tail_keeps_only_the_tail() -> None:
     assert decoder.buffered_bytes == 50
 
 
+def test_frames_are_decoded_one_by_one() -> None:
+    """A later one under the bound of then, and one that is garbled only when it is its turn."""
+    decoder = FrameDecoder(max_header_bytes=100)
+    small, large = encode_frame([1]), encode_frame(["x" * 200])
+    decoder.put(small + large + small + b"garbled" + small)
+    assert decoder.buffered_bytes == decoder.unread_bytes > 2 * len(small) + len(large)
+    assert decoder.next() == ([1], 0)
+    decoder.max_header_bytes = 300
+    assert [decoder.next(), decoder.next()] == [(["x" * 200], 0), ([1], 0)]
+    assert decoder.unread_bytes == len(b"garbled" + small)
+    with pytest.raises(ProtocolError):
+        decoder.next()
+    assert decoder.buffered_bytes == decoder.unread_bytes == 0
+    assert decoder.next() is None
+
+
+def test_what_was_decoded_is_not_kept() -> None:
+    """A node has a thousand of these, and each reads 64 KiB at once."""
+    data = bytearray(encode_frame([1]) + encode_frame([2])[:5])
+    decoder = FrameDecoder()
+    assert decoder.feed(data) == [([1], 0)]
+    data.clear()  # not while there are views of it
+
+
 @pytest.mark.parametrize("header", [None, "text", 5, (1, 2), {"a": object()}, {"a": 2**64}])
 def test_other_values_are_no_header(header: Any) -> None:
     with pytest.raises(ProtocolError):

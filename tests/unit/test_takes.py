@@ -76,7 +76,7 @@ class InMemory(Connection):
     """Messages arrive at the other end after `ONE_WAY_SECONDS`."""
 
     def __init__(
-        self, loop: Any, end: Any, on_message: Any, on_end: Any, macs: None = None
+        self, loop: Any, end: Any, on_message: Any, on_end: Any, macs: None = None, **_: Any
     ) -> None:
         self._loop, self._on_message, self._on_end = loop, on_message, on_end
         self._open = self._is_heard = True
