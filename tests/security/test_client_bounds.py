@@ -239,8 +239,10 @@ def test_inserts_of_which_one_part_waits(start_node: StartNode) -> None:
         for _ in range(2):
             main.ask(insert([], 0.0))
         bound = WAITS_MAX // 2 // size_of(others, PART_BYTES)
-        clients = [stack.enter_context(raw(node, session=False)) for _ in range(bound + 4)]
-        for client in clients:
+        clients = []
+        for _ in range(bound + 4):  # one by one: a connection has 5 s to join
+            client = stack.enter_context(raw(node, session=False))
+            clients.append(client)
             client.socket.settimeout(scaled(10.0))
             client.ask(messages.Join(1, main.session))
             client.ask(messages.Stage(1), [staging.fd])
