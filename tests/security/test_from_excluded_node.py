@@ -81,6 +81,7 @@ class Fleet:
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     clock = Clock()
     monkeypatch.setattr(tls, "time", clock)
+    monkeypatch.setattr(links, "PEER_CONNECT_SECONDS", scaled(1.0))
     return Fleet(tmp_path, clock)
 
 

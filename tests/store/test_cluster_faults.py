@@ -273,8 +273,9 @@ def test_only_the_keys_of_an_unserved_slot_fail(
 
 
 def test_keys_of_one_place_lie_on_one_master(
-    own_cluster: ValkeyCluster, store: BlockingStore, namespace: str
+    own_cluster: ValkeyCluster, patient_store: BlockingStore, namespace: str
 ) -> None:
+    store = patient_store
     assert store.place_of(namespace, "k0") == "", "no server was queried yet"
     store.ping()
     for key in (f"k{n}" for n in range(30)):
