@@ -194,10 +194,11 @@ def test_a_prefetch_waits_for_a_publication(node_pair: Pair, other: LookupBuffer
 def test_an_item_that_arrives_after_its_prefetch_was_released_is_not_pinned(
     node_pair: Pair, other: LookupBuffer
 ) -> None:
-    awaited = key()
+    wanted = key()
     with node_pair[0].client() as client:
-        (handle,) = client.prefetch([awaited], wait_seconds=OUTCOME_SECONDS)
+        other.insert(wanted, output())
+        wait_until(lambda: client.has_caches([wanted])[0], OUTCOME_SECONDS)
+        (handle,) = client.prefetch([wanted], wait_seconds=OUTCOME_SECONDS)
         client.release(handle)
-        other.insert(awaited, output())
-        wait_until(lambda: client.has_caches([awaited], timeout=0.0)[0], OUTCOME_SECONDS)
+        wait_until(lambda: client.has_caches([wanted], timeout=0.0)[0], OUTCOME_SECONDS)
         wait_until(lambda: client.stats()["pins"] == 0, OUTCOME_SECONDS)
