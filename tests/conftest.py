@@ -1,7 +1,6 @@
 """Shared by all tests: the fixtures of servers.py and nodes.py, and a guard against leaks.
 
-It also keeps Python's collector from walking over all that the modules hold, and adds to a failure
-whether the machine stood still meanwhile.
+It also keeps Python's collector from walking over all that the modules hold.
 
 The guard: when a test ends, no process it started is left (also none that was detached from us),
 and no thread. A test that leaks fails, with what is needed to find the leak in the message; leaked
@@ -14,10 +13,8 @@ import importlib.util
 import os
 import signal
 import sys
-import tempfile
-import time
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ import pytest
 
 from hypothesis_profiles import build_character_table, load_profile
 from leaks import LeakGuard
-from patience import Standstills, scaled, slowness
+from patience import scaled, slowness
 
 # pytest puts the folder of this file on the path. Its folder `vllm` would then pass for the
 # package of that name where none is installed.
@@ -49,6 +46,7 @@ pytest_plugins = [
         "groups",
         "network",
         "run_times",
+        "standstills",
     )
     if importlib.util.find_spec(name)
 ]
@@ -67,7 +65,6 @@ pytest.register_assert_rewrite(
     "store.testing",
 )
 
-_standstills = pytest.StashKey[Standstills]()
 _guard = pytest.StashKey[LeakGuard]()
 _of_workers = pytest.StashKey[list[str]]()
 _LEFT_BEHIND = "left behind"
@@ -89,7 +86,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     slowness()  # measured before anything of the run is a load, and handed on to all its processes
-    config.stash[_standstills] = _watched_standstills(config)  # before the guard: it is no leak
     config.stash[_guard] = LeakGuard.install()
     config.stash[_of_workers] = []
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -101,37 +97,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # not before Hypothesis' own
 def pytest_sessionstart() -> None:
     build_character_table()
-
-
-def _watched_standstills(config: pytest.Config) -> Standstills:
-    if (workerinput := getattr(config, "workerinput", None)) is not None:
-        return Standstills(Path(workerinput["standstills"]))
-    until_the_end = ExitStack()
-    config.add_cleanup(until_the_end.close)
-    folder = until_the_end.enter_context(tempfile.TemporaryDirectory())
-    standstills = Standstills(Path(folder, "standstills"))
-    until_the_end.enter_context(standstills.watched())
-    return standstills
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """pytest-xdist is about to start a worker."""
-    node.workerinput["standstills"] = str(node.config.stash[_standstills].path)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failure comes with what the machine did meanwhile: no excuse, perhaps an explanation."""
-    report = yield
-    if report.failed:
-        began = time.monotonic() - call.duration
-        if took := item.config.stash[_standstills].longest(since=began):
-            said = f"A core stood still for {took:.2f} s meanwhile."
-            report.sections.append(("The machine", said))
-    return report
 
 
 @pytest.hookimpl(trylast=True)

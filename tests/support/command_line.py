@@ -168,14 +168,14 @@ def run_of(directory: Path, *tests: str, options: Sequence[str] = ()) -> Run:
     conftest = (here.parent / "conftest.py").read_text()
     conftest = conftest.replace("timeout_seconds=scaled(10.0)", "timeout_seconds=0.2")
     (directory / "conftest.py").write_text(conftest)
-    for name in ("hypothesis_profiles.py", "patience.py"):
+    for name in ("hypothesis_profiles.py", "patience.py", "standstills.py"):
         shutil.copy(here / name, directory)
     leaks = (here / "leaks.py").read_text()
     (directory / "leaks.py").write_text(leaks.replace("LOOKUP_BUFFER_TEST_RUN", "INNER_TEST_RUN"))
     for number, source in enumerate(tests):
         path = directory / f"test_inner_{number}.py"
         path.write_text(f"import pytest, subprocess, sys\n{source}")
-    (directory / "pytest.ini").write_text("[pytest]\nmarkers = vllm\n")
+    (directory / "pytest.ini").write_text("[pytest]\nmarkers = vllm\npythonpath = .\n")
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(directory)],
         capture_output=True, text=True, timeout=scaled(60), cwd=directory, check=False,

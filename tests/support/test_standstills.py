@@ -1,4 +1,4 @@
-"""Standstills are detected: the tests stop the sleeping processes themselves."""
+"""Standstills are detected, and a test runs once more: by stopped sleepers, or by what is said."""
 
 import os
 import signal
@@ -74,3 +74,40 @@ def test_a_failure_reports_the_standstill_and_counts(
     assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout
     assert "1 failed, 1 passed" in run.stdout
     assert (run.stdout.count("A core stood still for 0.25 s meanwhile.") == 1) is told
+
+
+@pytest.mark.parametrize(("seconds", "again"), [(1.5, True), (0.5, False)])
+def test_what_fails_while_a_core_stands_still_runs_once_more(
+    tmp_path: Path, seconds: float, again: bool
+) -> None:
+    """With fixtures started anew; what fails twice has failed, and what passes runs once."""
+    run = run_of(
+        tmp_path,
+        "import patience, pytest\n"
+        f"patience.Standstills.longest = lambda self, since: {seconds}\n"
+        "started, ended, passed, asked = [], [], [], []\n"
+        "@pytest.fixture(scope='module')\n"
+        "def number():\n"
+        "    started.append(1)\n"
+        "    yield len(started)\n"
+        "    ended.append(1)\n"
+        "    assert len(ended) != 1\n"
+        "@pytest.fixture(scope='module')\n"
+        "def second_time():\n"
+        "    asked.append(1)\n"
+        "    assert len(asked) == 2\n"
+        "def test_passes(number): passed.append(1)\n"
+        "def test_fails_once(number): assert number == 2\n"
+        "def test_starts_once_more(second_time): pass\n"
+        "def test_fails(): assert 1 == 2\n"
+        "def test_passed_once(): assert len(passed) == 1\n",
+    )
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout
+    named = run.stdout.count("ran once more, since the machine stood still: ")
+    if again:
+        assert "1 failed, 4 passed" in run.stdout
+        assert named == 4, run.stdout  # two calls, a start of a fixture, an end of the other
+        assert "assert 1 == 2" in run.stdout
+    else:
+        assert "2 failed, 2 passed, 2 errors" in run.stdout, run.stdout
+        assert named == 0
