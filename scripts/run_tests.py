@@ -92,15 +92,13 @@ def stages_of(command: str, commit: str, names: Sequence[str] = ()) -> list[Stag
         Stage("this process", 120, pytest(*in_process, *apart, workers=8)),
         Stage("this process, vLLM", 90, pytest(*in_process, *IMPORT_VLLM, workers=2)),
     ]
-    checks, _, importing_vllm = quick
     usual = [
-        checks,
-        importing_vllm,
+        quick[0],
         # What needs only this process beside what starts others, most of which waits: for a lease,
         # a timeout, the detection of a dead node. In one stage, since each of its workers imports
-        # all test files: 80 s of processor time.
+        # all test files: 80 s of processor time, and 50 s with vLLM.
         Stage("without vLLM", 1020, pytest("-m", USUAL, *apart, workers=8)),
-        Stage("vLLM", 1200, pytest("-m", f"processes and {USUAL}", *IMPORT_VLLM, workers=2)),
+        Stage("vLLM", 1290, pytest("-m", USUAL, *IMPORT_VLLM, workers=2)),
         Stage("alone", 240, pytest("-m", "alone and not gpu and not part", *marked_alone())),
     ]
     parts = parts_by_name()

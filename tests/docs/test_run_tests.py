@@ -115,19 +115,28 @@ def test_all_begins_with_what_test_runs() -> None:
     assert names["test"][-1] in names["all"]
 
 
-def test_what_quick_runs_is_in_test_too() -> None:
+@pytest.mark.parametrize(
+    ("stage", "wider"), [("this process", "without vLLM"), ("this process, vLLM", "vLLM")]
+)
+def test_what_quick_runs_is_in_test_too(stage: str, wider: str) -> None:
     """The tests that need only this process, in a stage with others."""
     quick, test = (
         {stage.name: list(stage.command) for stage in stages_of(command, "0")}
         for command in ("quick", "test")
     )
-    in_process = quick.pop("this process")
-    assert quick.items() <= test.items()
-    marked = in_process[in_process.index("-m", 3) + 1]
-    wider = test["without vLLM"]
-    assert marked == f"not processes and {wider[wider.index('-m', 3) + 1]}"
-    ignored = {word for word in in_process if word.startswith("--ignore=")}
-    assert {word for word in wider if word.startswith("--ignore=")} <= ignored
+    assert quick["static checks"] == test["static checks"]
+    assert f"not processes and {_selected(test[wider])}" == _selected(quick[stage])
+    of_quick, of_test = _paths(quick[stage]), _paths(test[wider])
+    assert of_test <= of_quick <= of_test | {f"--ignore={path}" for path in ONLY_PROCESSES}
+
+
+def _selected(command: list[str]) -> str:
+    return command[command.index("-m", command.index("pytest")) + 1]
+
+
+def _paths(command: list[str]) -> set[str]:
+    """What is chosen, and what is left out."""
+    return {word for word in command if word.startswith(("tests/", "--ignore="))}
 
 
 @pytest.mark.parametrize("arguments", [[], ["everything"], ["part"], ["part", "nothing"]])
