@@ -302,6 +302,7 @@ def _run(
     environment: dict[str, str],
     files: _Files,
 ) -> None:
+    gc.freeze()  # a full collection passes over what the fork server holds: 1 s of vLLM's
     os.setsid()
     for standard, number in enumerate(streams.numbers()):
         os.dup2(number, standard)
@@ -333,7 +334,6 @@ def _spawn_by_fork(path: bytes, arguments: Sequence[Any], kept: Sequence[int]) -
     gc.freeze()  # nothing that this process holds is finalised in the other
     pid = os.fork()
     if pid:
-        gc.unfreeze()
         return pid
     code = 1
     try:
