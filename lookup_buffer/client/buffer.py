@@ -30,6 +30,7 @@ from lookup_buffer.codec import Tensor, Value
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import (
     BufferFull,
+    Closed,
     CodecError,
     InvalidKey,
     LookupBufferError,
@@ -330,7 +331,8 @@ class LookupBuffer:
                 yield codec.tensor_over(window, order.header)
 
     def has_caches(self, keys: Sequence[TensorKey], *, timeout: float | None = None) -> list[bool]:
-        """For each key, whether a live node holds a complete copy; False if unknown.
+        """For each key, whether a live node holds a complete copy; False if unknown, also because
+        the node does not answer or has too many requests.
 
         The indexes of this host are read first, without a request to the node. For 4,096 others it
         is one round trip to the store. `timeout` (seconds) bounds the call; with 0 the answer
@@ -351,7 +353,9 @@ class LookupBuffer:
             request = Contains(next_request_id(), namespace, list(part), budget)
             try:
                 answers = self._session.call(request, bound)["present"]
-            except NodeUnavailable:
+            except Closed:
+                raise
+            except LookupBufferError:
                 break
             for answer in answers:
                 present[next(left)] = answer

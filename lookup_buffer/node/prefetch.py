@@ -142,12 +142,17 @@ class Prefetches:
 
     async def _bring_rest(self, pending: _Pending, rest: Sequence[QualifiedKey]) -> None:
         shared = [address for address in rest if not is_handoff(address[1])]
-        async with asyncio.TaskGroup() as group:
-            by_lane = await self.lanes.find(pending.session, shared)
-            for address, located in by_lane.items():
-                group.create_task(self._receive(pending, address, located, group))
-            others = [address for address in rest if address not in by_lane]
-            await self._over_hosts(pending, others, group)
+        try:
+            async with asyncio.TaskGroup() as group:
+                by_lane = await self.lanes.find(pending.session, shared)
+                for address, located in by_lane.items():
+                    group.create_task(self._receive(pending, address, located, group))
+                others = [address for address in rest if address not in by_lane]
+                await self._over_hosts(pending, others, group)
+        except Exception:  # a bug; a handle without an answer would wait as long as its client
+            failed = Fetched(None, MissReason.STORE_DOWN)
+            self._answer(pending, [(address, failed) for address in rest])
+            raise
 
     async def _receive(
         self, pending: _Pending, address: QualifiedKey, located: Located, group: asyncio.TaskGroup

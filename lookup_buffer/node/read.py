@@ -73,11 +73,11 @@ class _Reader:
     news: asyncio.Queue[_Fetch] = field(default_factory=asyncio.Queue)
 
     async def came(self) -> list[_Fetch]:
-        """Those that have their result since the last call, if any; waits for news."""
+        """Of `fetches` those that have their result since the last call, if any; waits for news."""
         news = {await self.news.get(): None}
         while not self.news.empty():
             news[self.news.get_nowait()] = None
-        return [fetch for fetch in news if fetch.result is not None]
+        return [one for one in news if one in self.fetches and one.result is not None]
 
     def waiting(self) -> list[_Fetch]:
         return [fetch for fetch in self.fetches if fetch.is_waiting]
@@ -385,7 +385,7 @@ class Reads:
         if fetch.result is None:
             if self._fetches.get(fetch.address) is fetch:
                 del self._fetches[fetch.address]
-            fetch.result, fetch.wanted = fetched, None
+            fetch.result, fetch.wanted, fetch.is_waiting = fetched, None, False
             for reader in fetch.readers:
                 reader.news.put_nowait(fetch)
             if fetch.readers:

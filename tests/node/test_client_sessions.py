@@ -391,6 +391,7 @@ def test_handles_that_are_released_before_they_settle_wait_no_longer(start_node:
         handles = client.prefetch([key() for _ in range(40)], wait_seconds=600.0)
         wait_until(lambda: any(one.state is PrefetchState.MISSING for one in handles), 10.0)
         assert not may_wait(), "the control: more may not"
+        assert client.has_caches([key()], timeout=scaled(1.0)) == [False], "it is not known"
         client.release(*handles)
         wait_until(may_wait, 10.0)
         (handle,) = client.prefetch([name], wait_seconds=600.0)

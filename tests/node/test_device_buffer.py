@@ -6,6 +6,7 @@ a test does otherwise.
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 
 import pytest
@@ -32,7 +33,7 @@ def ends(module_nodes: StartNode) -> Iterator[list[DeviceEnd]]:
         yield made
         for end in made:
             at_rest(end.node)
-            assert end.do("lane.gauges().tickets") == 0
+            wait_until(partial(end.do, "lane.gauges().tickets == 0"), 5.0)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_a_peer_that_is_stopped_in_the_middle_costs_one_deadline(
         warm(first, second)
     assert {"timeout", "peer_failed"} & fallbacks(second).keys()
     at_rest(second.node)
-    assert second.do("lane.gauges().tickets") == 0
+    wait_until(lambda: second.do("lane.gauges().tickets") == 0, 5.0)  # by an event of its node
 
 
 def test_a_process_killed_during_a_transfer_ends_no_other(

@@ -5,6 +5,7 @@ The arena is real. The locator and the transfer are stand-ins, which answer when
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
@@ -321,6 +322,22 @@ def test_each_waits_for_the_turn_of_a_transfer_for_its_own_time(
         node.release(await patient)
         assert not node.arena.holds(third), "nobody waited for it any more"
         assert node.transfers.asked == [first, second, third], "each once"
+
+    run(test)
+
+
+def test_an_insert_in_the_turn_of_the_loop_in_which_the_time_of_its_reader_ends() -> None:
+    async def test(node: Node) -> None:
+        node.locator.found = at
+        node.transfers.is_crowded, node.transfers.turns = True, 100_000
+        slow, loop = (NAMESPACE, "slow"), node.reads.loop
+        until = loop.time() + 0.01
+        loop.call_at(until - 0.001, time.sleep, 0.01)  # so both come due in one turn
+        loop.call_at(until + 0.001, node.insert, SHARED)
+        came = []
+        async for each in node.reads.bring_each([slow, SHARED], until):
+            came += [address for address, _ in each]
+        assert came == [SHARED, slow]
 
     run(test)
 

@@ -91,6 +91,24 @@ def test_a_release_in_any_turn_leaves_neither_wait_nor_pin(after: int) -> None:
     run(test, lambda address: at(address) if address[1] == "there" else nowhere(address))
 
 
+def test_a_failure_of_the_node_itself_answers_all_handles() -> None:
+    class Fails:
+        async def find(self, session: Session, addresses: Iterable[QualifiedKey]) -> None:
+            raise AssertionError("a bug")
+
+    async def test(node: Prefetching) -> None:
+        lanes: Any = Fails()
+        node.prefetches.lanes = lanes
+        failures: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, one: failures.append(one))
+        node.prefetch("a", "b", "a", wait_seconds=LONG_SECONDS)
+        await turns()
+        assert [entry["reason"] for entry in node.entries()] == ["store_down"] * 3
+        assert waiting(node) == 0
+
+    run(test, nowhere)
+
+
 def test_who_ends_what_is_over_or_what_never_was_ends_nothing() -> None:
     async def test(node: Prefetching) -> None:
         node.insert((NAMESPACE, "here"))
