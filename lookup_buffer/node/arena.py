@@ -20,7 +20,7 @@ import math
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
@@ -177,12 +177,12 @@ class Arena:
         """All addresses for which `published` returns something."""
         return [*(address for address, item in self._items.items() if item.ready), *self._offers]
 
-    def items_of(self, namespace: str, *, fetched_only: bool = False) -> list[Item]:
-        """All complete items of a namespace; `fetched_only`: only those from other nodes."""
+    def items_of(self, namespaces: Container[str], *, fetched_only: bool = False) -> list[Item]:
+        """All complete items of these namespaces; `fetched_only`: only those from other nodes."""
         return [
             item
             for (space, _), item in self._items.items()
-            if space == namespace and item.ready and not (fetched_only and item.origin == "local")
+            if space in namespaces and item.ready and not (fetched_only and item.origin == "local")
         ]
 
     def invalidate_copies(self, namespaces: Iterable[str]) -> None:

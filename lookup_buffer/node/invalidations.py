@@ -15,7 +15,7 @@ the store.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -69,18 +69,17 @@ class Invalidations:
                 "the store lists %d invalidated namespaces or more: others are ignored",
                 INVALIDATIONS_MAX,
             )
-        news = [namespace for namespace, mark in found.items() if self._is_news(namespace, mark)]
-        here = self._namespaces() if news or self._recent else set()
-        for namespace in here.intersection(news):
-            _log.info("namespace %s was invalidated: its items on this node are removed", namespace)
-            self._doomed |= dict.fromkeys(self.arena.items_of(namespace))
+        news = {name: None for name, mark in found.items() if self._is_news(name, mark)}
+        if news:
+            self._doom_all(news)
         room = max(0, INVALIDATIONS_MAX - len(self._recent))
-        self._recent |= dict.fromkeys(news[:room], now + LATE_SECONDS)
+        self._recent |= dict.fromkeys(islice(news, room), now + LATE_SECONDS)
         if news or self._seen is None:
             self._remember(found)
         self.arena.invalidate_copies(self._recent)
-        for namespace in here.intersection(self._recent):
-            self._doomed |= dict.fromkeys(self.arena.items_of(namespace, fetched_only=True))
+        if self._recent:
+            copies = self.arena.items_of(self._recent, fetched_only=True)
+            self._doomed |= dict.fromkeys(copies)
         self._recent = {space: until for space, until in self._recent.items() if now < until}
         self._start_removal()
 
@@ -88,9 +87,12 @@ class Invalidations:
         if self._removal is not None:
             self._removal.cancel()
 
-    def _namespaces(self) -> set[str]:
-        """Those of which this node has items: the list may name any number of others."""
-        return {namespace for namespace, _ in self.arena.addresses()}
+    def _doom_all(self, news: Container[str]) -> None:
+        """In one walk over the items: the list may name any number of namespaces."""
+        items = self.arena.items_of(news)
+        self._doomed |= dict.fromkeys(items)
+        for namespace in {item.address[0] for item in items}:
+            _log.info("namespace %s was invalidated: its items on this node are removed", namespace)
 
     def _start_removal(self) -> None:
         last = self._removal

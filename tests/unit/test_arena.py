@@ -477,7 +477,7 @@ def test_a_loan_is_never_found_and_goes_with_its_last_pin() -> None:
         pins = [arena.commit(loan, 5, 1), arena.pin(loan, 2)]
         assert arena.touch(address_of("a")) is mine
         assert arena.addresses() == [mine.address]
-        assert arena.items_of(mine.address[0]) == [mine]
+        assert arena.items_of({mine.address[0]}) == [mine]
         assert arena.gauges().pinned_bytes == 1000
         for pin in pins:
             arena.release([pin.ticket], pin.owner)

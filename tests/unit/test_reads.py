@@ -408,7 +408,7 @@ def test_a_read_that_is_cancelled_at_any_wait_leaves_nothing(
 
         async def check() -> None:
             await node.rest()
-            for item in node.arena.items_of(NAMESPACE):
+            for item in node.arena.items_of({NAMESPACE}):
                 node.arena.remove(item, "test")
 
         waits = await cancel_at_each_wait(read, check)
