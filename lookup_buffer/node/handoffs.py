@@ -92,7 +92,8 @@ class Arrival:
     header: TensorHeader
     ttl_seconds: float | None
     tried: "asyncio.Future[Item | None] | None" = None
-    """What the first attempt gives: its memory, or None if it is offered from then on."""
+    """What the first attempt gives: its memory, or None if it is offered from then on. Who waits
+    for this has `admitted` too, until `Handoffs.admitted` waits for that."""
     admitted: "asyncio.Future[Item] | None" = None
     """Its memory, if it is or was offered."""
     refusal: str = ""
@@ -218,8 +219,9 @@ class Handoffs:
     # -- producers
 
     async def reserve(self, arrival: Arrival, until: float) -> Item | None:
-        """Memory for a hand-off. None if there is no room: it is offered from now on, and
-        `admitted` waits. Call `landed` once the insert is settled, and its takers are served.
+        """Memory for a hand-off. None if there is no room: it is offered from now on. Call
+        `admitted` in the same turn of the loop: memory that nobody waits for would stay. Call
+        `landed` once the insert is settled, and its takers are served.
 
         Raises:
             TensorTooLarge, BufferFull: see `Arena.reserve_handoff`; BufferFull only after
@@ -227,7 +229,7 @@ class Handoffs:
         """
         arrival.tried = self.loop.create_future()
         self._calls.add(partial(self._try_first, arrival, until))
-        return await granted(arrival.tried, None, self._abandon)
+        return await granted(arrival.tried, None, partial(self._drop, arrival))
 
     async def admitted(self, arrival: Arrival, until: float) -> Item:
         """Memory for a hand-off that is offered, as soon as there is room.
@@ -237,7 +239,7 @@ class Handoffs:
         """
         assert arrival.admitted is not None
         try:
-            return await granted(arrival.admitted, until, self._abandon)
+            return await granted(arrival.admitted, until, self.arena.abandon)
         except TimeoutError:
             raise BufferFull(arrival.refusal) from None
 
@@ -276,7 +278,12 @@ class Handoffs:
             arrival.refusal = str(error)
             raise
 
-    def _abandon(self, item: Item | None) -> None:
+    def _drop(self, arrival: Arrival, item: Item | None) -> None:
+        """`item` is what the first attempt gave. If it is None, the arrival was offered, and may
+        have its memory already."""
+        if item is None:
+            assert arrival.admitted is not None
+            item = None if arrival.admitted.cancel() else arrival.admitted.result()
         if item is not None:
             self.arena.abandon(item)
 

@@ -1,6 +1,6 @@
 """The owner of hand-offs, in virtual time: which taker gets one, and when it is free again."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +10,9 @@ from lookup_buffer.node.arena import PEER_OWNER, Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Arrival, Handoffs, Lease
 from lookup_buffer.node.items import Item
+from lookup_buffer.node.turns import CallQueue
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.times import PEER_PROGRESS_SECONDS, REMEMBERED_SECONDS
+from lookup_buffer.times import PEER_PROGRESS_SECONDS, REMEMBERED_SECONDS, TURN_SECONDS
 from virtual_loop import VirtualLoop
 
 if TYPE_CHECKING:
@@ -325,6 +326,60 @@ def test_an_insert_that_is_cancelled_in_the_queue_leaves_its_space(
     owner.handoffs.landed(arrival)
     assert inserting.cancelled()
     assert owner.arena.gauges().handoff_bytes == used_bytes
+
+
+class Paced(CallQueue):
+    """Does a number of parts in each turn of the loop: then its time is over."""
+
+    def __init__(self, loop: VirtualLoop, parts_per_turn: int) -> None:
+        super().__init__(loop)
+        self._virtual, self._most, self._done = loop, parts_per_turn, 0
+
+    def add(self, part: Callable[[], None]) -> None:
+        super().add(lambda: self._do(part))
+
+    def _do(self, part: Callable[[], None]) -> None:
+        part()
+        self._done += 1
+        if self._done % self._most == 0:
+            self._virtual.now += TURN_SECONDS
+
+
+@pytest.mark.parametrize("parts_per_turn", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize("turns", range(8))
+def test_an_insert_that_is_cancelled_in_any_turn_leaves_its_space(
+    owner: Owner, parts_per_turn: int, turns: int
+) -> None:
+    """Also between its offer and its wait for that, while room comes."""
+    rest = (NAME[0], "rest@r")
+    item = owner.reserve(arrival_of(500_000, 300.0, rest), 9.0)
+    assert item is not None
+    owner.land(item)
+    owner.handoffs._calls = Paced(owner.loop, parts_per_turn)
+    dropped = owner.loop.create_task(insert(owner, arrival_of(100_000, 300.0)))
+    smaller = owner.loop.create_task(insert(owner, arrival_of(50_000, 300.0, rest)))
+    after_turns(owner, turns, dropped.cancel)
+    owner.loop.run(1.0)
+    if not dropped.cancelled():
+        owner.arena.abandon(dropped.result())
+    owner.arena.abandon(smaller.result())
+    assert owner.arena.gauges().handoff_bytes == 0
+    assert not owner.handoffs._offers
+
+
+async def insert(owner: Owner, arrival: Arrival) -> Item:
+    try:
+        item = await owner.handoffs.reserve(arrival, 9.0)
+        return item or await owner.handoffs.admitted(arrival, 9.0)
+    finally:
+        owner.handoffs.landed(arrival)
+
+
+def after_turns(owner: Owner, turns: int, call: Callable[[], object]) -> None:
+    if turns:
+        owner.loop.call_soon(after_turns, owner, turns - 1, call)
+    else:
+        call()
 
 
 def test_a_lease_of_a_session_is_settled_by_that_session_alone(owner: Owner) -> None:
