@@ -1,29 +1,32 @@
 """Inserts: copies tensors from clients' staging areas into the arena.
 
 A request carries one tensor or many, and gets one answer with a result for each. Copies above
-COPY_INLINE_BYTES run on `lb-copy`, all else on the loop's thread. If another client or a fetch is
-writing the same shared key, that insert waits for a while: `exists` is answered only if readers can
-have the item.
+COPY_INLINE_BYTES run on `lb-copy`, all else on the loop's thread. There all inserts share one
+`Turns`: however many are in progress, together they hold the loop for about TURN_SECONDS in each
+of its turns, or for one part. If another client or a fetch is writing the same shared key, that
+insert waits for a while: `exists` is answered only if readers can have the item.
 
 The insert of a hand-off may have to wait for space, and is offered meanwhile (`handoffs`). It is
 answered once its ownership is confirmed (`announcements`). An insert that was admitted is finished
-also if its client leaves. Called by `server`.
+also if its client leaves. If that fails, its memory is released. Called by `server`.
 """
 
 import asyncio
+import threading
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arena import Arena, Evicting
 from lookup_buffer.node.claims import Claims
-from lookup_buffer.node.connection import Connection, Fields, Session, Tasks
+from lookup_buffer.node.connection import Connection, Fields, Session, Tasks, granted
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Arrival, Handoffs
 from lookup_buffer.node.items import Item, Pin
@@ -31,6 +34,7 @@ from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.shares import size_of
 from lookup_buffer.node.staging import StagingArea, StagingAreas
+from lookup_buffer.node.turns import Steps, Turns
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_fields
 from lookup_buffer.shm.memory import Mapping
@@ -39,14 +43,23 @@ from lookup_buffer.times import TURN_SECONDS
 COPY_INLINE_BYTES = 512 << 10
 """Up to this size the copy on the loop's thread (15 to 100 µs measured) costs less than a change
 of threads (about 100 µs), and delays the loop no longer than other requests do."""
+COPIERS = 2
+"""Threads that copy. They search for holes and unmap, too."""
+STEP_SECONDS = TURN_SECONDS / 10
+"""One insert begins with its parts for so long, or with one of them, before others have their
+step."""
 LOOK_AGAIN_SECONDS = 0.02
 """The end of a fetch does not resume waiting inserts, so they check this often."""
 WRITING_SECONDS_MAX = 5.0
 """An insert waits so long for another one, or for a fetch, that writes the same key."""
 BUSY = "this key is being written, or room is being made for it; insert it again"
+FAILED = error_fields(BufferFull("the node could not store it, as its log says; insert it again"))
+"""The result of a part for which there is no other."""
 PART_BYTES = 1 << 10
 """About what one part of a request occupies, beside the text of its key: also once it has its
 result, while others of the request wait."""
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +92,8 @@ class _Inserting:
     parts: list[_Part]
     untried: deque[_Part] = field(init=False)
     """The parts that are still to be admitted, refused or begun to wait."""
+    is_beginning: bool = False
+    """Whether it has a step to make with them."""
     handoffs: "dict[QualifiedKey, asyncio.Task[None]]" = field(default_factory=dict)
     """The last one of each key so far."""
     tasks: Tasks = field(default_factory=Tasks)
@@ -113,11 +128,11 @@ class Inserts:
     stagings: StagingAreas = field(init=False)
     _inserting: dict[Connection, _Inserting] = field(default_factory=dict)
     """One request at a time for each connection."""
-    _copiers: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="lb-copy")
-    )
+    _turns: Turns = field(init=False)
+    _copiers: ThreadPoolExecutor = field(default_factory=lambda: _started(COPIERS, "lb-copy"))
 
     def __post_init__(self) -> None:
+        self._turns = Turns(self.loop)
         self.stagings = StagingAreas(self.arena.memory.nbytes, self._unmap)
 
     def insert(self, connection: Connection, session: Session, request: Insert) -> None:
@@ -141,7 +156,6 @@ class Inserts:
             self._begin(one)
         else:
             self._start(one, self._search_and_begin(one, staging, end), waits=False)
-        self._answer_if_complete(one)
 
     def stage(self, connection: Connection) -> Fields:
         """Use the area whose descriptor the client has sent for its next inserts.
@@ -184,8 +198,40 @@ class Inserts:
             self._begin(one)
 
     def _begin(self, one: _Inserting) -> None:
-        """Begin with its parts, for about TURN_SECONDS; the next turns of the loop go on."""
-        reserved, until = [], self.loop.time() + TURN_SECONDS
+        """Begin with its parts: at once if no other insert waits for its step."""
+        one.is_beginning = True
+        self._turns.work(Steps(partial(self._step, one)))
+
+    def _step(self, one: _Inserting) -> bool:
+        """Begin with its next parts, for about STEP_SECONDS. Returns whether there are more."""
+        try:
+            self._begin_next(one)
+        except Exception as error:  # noqa: BLE001 -- others have their steps
+            one.untried.clear()
+            what = "an insert was not handled; this is a bug, please report it"
+            self.loop.call_exception_handler({"message": what, "exception": error})
+        if one.untried:
+            return True
+        one.is_beginning = False
+        one.handoffs.clear()
+        self._answer_if_complete(one)
+        return False
+
+    def _begin_next(self, one: _Inserting) -> None:
+        reserved: list[Reserved] = []
+        try:
+            self._reserve_next(one, reserved)
+            if _is_small(reserved):
+                self._store(one, reserved, self._fill(one, reserved))
+            else:
+                self._start(one, self._copy_and_store(one, reserved), waits=False)
+        except BaseException:
+            self._abandon(reserved)
+            raise
+
+    def _reserve_next(self, one: _Inserting, reserved: list[Reserved]) -> None:
+        """Append those of its next parts that have their memory to `reserved`."""
+        until = self.loop.time() + STEP_SECONDS
         while one.untried:
             part = one.untried.popleft()
             if is_handoff(part.address[1]):
@@ -197,18 +243,25 @@ class Inserts:
             elif part.result is None and self._may_wait(one, part):
                 self._start(one, self._retry(one, part), waits=True)
             if self.loop.time() >= until:
-                break
-        if one.untried:
-            self._start(one, self._go_on(one), waits=False)
-        else:
-            one.handoffs.clear()
-        if _is_small(reserved):
-            self._store(one, reserved, self._fill(one, reserved))
-        else:
-            self._start(one, self._copy_and_store(one, reserved), waits=False)
+                return
 
-    async def _go_on(self, one: _Inserting) -> None:
-        self._begin(one)
+    async def _in_turn(
+        self, call: Callable[[], T], undo: Callable[[T], object] = lambda _: None
+    ) -> T:
+        """The result of `call`, which is a step among those of all inserts. If this is cancelled
+        before, there is no call; if in the turn of the call, its result is undone."""
+        done: asyncio.Future[T] = self.loop.create_future()
+
+        def step() -> bool:
+            if not done.done():
+                try:
+                    done.set_result(call())
+                except Exception as error:  # noqa: BLE001 -- the task raises it
+                    done.set_exception(error)
+            return False
+
+        self._turns.work(Steps(step))
+        return await granted(done, None, undo)
 
     def _may_wait(self, one: _Inserting, part: _Part) -> bool:
         """Whether this part may wait, as may the request it belongs to; else it is refused."""
@@ -233,15 +286,14 @@ class Inserts:
         return task
 
     def _answer_if_complete(self, one: _Inserting) -> None:
-        if one.tasks:
+        if one.tasks or one.is_beginning:
             return
         del self._inserting[one.connection]
         one.session.waits.add(one.session.id, -one.counted)
         if one.staging is not None:
             self.stagings.release(one.staging)
-        results = [part.result for part in one.parts]
-        if None not in results:  # else it was dropped
-            one.connection.send({"id": one.request.id, "results": results})
+        results = [part.result or FAILED for part in one.parts]
+        one.connection.send({"id": one.request.id, "results": results})
 
     def _refuse(self, part: _Part, error: LookupBufferError) -> None:
         self.counters.add("inserts_refused")
@@ -281,7 +333,7 @@ class Inserts:
         """Another one is writing the key: insert it if that fails. Or room is being made for it.
         Refuse it if that takes long, as a transfer over a slow network may."""
         until = self.loop.time() + WRITING_SECONDS_MAX
-        while (item := self._reserve(one, part)) is None:
+        while (item := await self._reserve_in_turn(one, part)) is None:
             if part.result is not None:
                 return
             if self.loop.time() >= until:
@@ -291,17 +343,30 @@ class Inserts:
         one.admitted()
         await self._copy_and_store(one, [(part, item)])
 
+    async def _reserve_in_turn(self, one: _Inserting, part: _Part) -> Item | None:
+        def undo(item: Item | None) -> None:
+            if item is not None:
+                self.arena.abandon(item)
+
+        return await self._in_turn(partial(self._reserve, one, part), undo)
+
     async def _copy_and_store(self, one: _Inserting, reserved: Sequence[Reserved]) -> None:
-        self._store(one, reserved, await self._copy(one, reserved))
+        try:
+            self._store(one, reserved, await self._copy(one, reserved))
+        except BaseException:
+            self._abandon(reserved)
+            raise
 
     def _store(
         self, one: _Inserting, reserved: Sequence[Reserved], checksums: Sequence[int]
     ) -> None:
         for (part, item), checksum in zip(reserved, checksums, strict=True):
             pin = self._commit(one, item, checksum)
-            self.claims.inserted(one.session, item.address)
-            self._stored(part, item)
-            self.arena.release([pin.ticket], one.session.id)
+            try:
+                self.claims.inserted(one.session, item.address)
+                self._stored(part, item)
+            finally:
+                self.arena.release([pin.ticket], one.session.id)
 
     # -- hand-offs
 
@@ -319,8 +384,7 @@ class Inserts:
                 self.waiting.arrived(part.address)  # waiters of this host now queue for it
                 item = await self.handoffs.admitted(arrival, until)
             one.admitted()
-            (checksum,) = await self._copy(one, [(part, item)])
-            pin = self._commit(one, item, checksum)
+            pin = await self._copy_and_commit(one, part, item)
             try:
                 if await self.announcements.confirm(item, until) is InsertOutcome.STORED:
                     self._stored(part, item)
@@ -333,15 +397,28 @@ class Inserts:
         finally:
             self.handoffs.landed(arrival)
 
+    async def _copy_and_commit(self, one: _Inserting, part: _Part, item: Item) -> Pin:
+        reserved = [(part, item)]
+        try:
+            (checksum,) = await self._copy(one, reserved)
+            return self._commit(one, item, checksum)
+        except BaseException:
+            self._abandon(reserved)
+            raise
+
     # -- the copy
 
     async def _copy(self, one: _Inserting, reserved: Sequence[Reserved]) -> list[int]:
         """Copy bytes into the reserved memory, which no end of the client interrupts; returns
-        their checksums."""
+        their checksums. Nothing writes there any more once this returns or raises."""
         if _is_small(reserved):
-            return self._fill(one, reserved)
+            return await self._in_turn(partial(self._fill, one, reserved))
         copying = self.loop.run_in_executor(self._copiers, self._fill, one, reserved)
-        return await asyncio.shield(copying)
+        try:
+            return await asyncio.shield(copying)
+        except asyncio.CancelledError:  # the node ends
+            await asyncio.wait([copying])
+            raise
 
     def _fill(self, one: _Inserting, reserved: Sequence[Reserved]) -> list[int]:
         source = None if one.staging is None else one.staging.mapping
@@ -352,9 +429,33 @@ class Inserts:
         with suppress(RuntimeError):  # this is closed: the process ends
             self._copiers.submit(mapping.close)
 
+    def _abandon(self, reserved: Sequence[Reserved]) -> None:
+        """Release the memory of those that are not committed."""
+        for _, item in reserved:
+            if not item.ready:
+                self.arena.abandon(item)
+
     def _commit(self, one: _Inserting, item: Item, checksum: int) -> Pin:
         item.device = one.session.device
         return self.arena.commit(item, checksum, one.session.id)
+
+
+def _started(threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool all of whose threads run: the system may refuse one later, and then a copy that was
+    begun would not end.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+    pool, met = ThreadPoolExecutor(threads, thread_name_prefix=name), threading.Barrier(threads)
+    try:
+        for _ in range(threads):
+            pool.submit(met.wait)  # so none of them is idle, and the next one is started
+    except RuntimeError:
+        met.abort()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    return pool
 
 
 def _is_small(reserved: Sequence[Reserved]) -> bool:

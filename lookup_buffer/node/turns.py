@@ -1,17 +1,18 @@
 """How the turns of the node's loop are shared, so that nothing holds it for long.
 
-`CallQueue` is for work of many parts; `handoffs` uses it. `Turns` is for connections. Each handles
-its messages in steps. Together the steps take about TURN_SECONDS of each turn of the loop, or one
-step takes longer. The rest waits, and then each connection makes one step in its turn: who sends
-much delays others by a step. While there is time and nobody waits, a message is handled as soon as
-it is read. Used on the loop's thread only.
+`CallQueue` is for work of many parts; `handoffs` uses it. `Turns` is for connections, and for the
+inserts of all clients. A connection handles its messages in steps, an insert its parts. Together
+the steps take about TURN_SECONDS of each turn of the loop, or one step takes longer. The rest
+waits, and then each worker makes one step in its turn: who sends much delays others by a step.
+While there is time and nobody waits, a step is made at once: a message is handled as soon as it is
+read. Used on the loop's thread only.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lookup_buffer.times import TURN_SECONDS
 
@@ -51,8 +52,14 @@ class Worker(Protocol):
         ...
 
 
+class Steps(NamedTuple):
+    """A worker whose steps are calls of a function."""
+
+    step: Callable[[], bool]
+
+
 class Turns:
-    """Of connections of one kind: other kinds have their own, and their own time."""
+    """Of workers of one kind: other kinds have their own, and their own time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

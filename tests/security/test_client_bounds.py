@@ -146,7 +146,7 @@ class Attack:
 @pytest.fixture(scope="module")
 def node(module_nodes: StartNode) -> NodeProcess:
     """It handles a request as a whole before the next one, so that `Attack.answered` is right."""
-    prelude = "from lookup_buffer.node import insert\ninsert.TURN_SECONDS = 60.0"
+    prelude = "from lookup_buffer.node import insert\ninsert.STEP_SECONDS = 60.0"
     node = module_nodes(capacity_bytes=16 * MIB, prelude=prelude)
     with_store(node)
     return node
@@ -258,7 +258,8 @@ def test_inserts_of_which_one_part_waits(start_node: StartNode) -> None:
 def test_others_are_served_between_the_parts_of_one_request(start_node: StartNode) -> None:
     node = start_node(
         capacity_bytes=16 * MIB,
-        prelude="from lookup_buffer.node import insert\ninsert.TURN_SECONDS = 0.0",
+        prelude="from lookup_buffer.node import turns\nturns.TURN_SECONDS = 1e-9\n"
+        "from lookup_buffer.node import insert\ninsert.STEP_SECONDS = 0.0",
     )
     keys = [f"k{n}" for n in range(4000)]
     nothing = [TensorHeader.of_none().to_fields()] * len(keys)

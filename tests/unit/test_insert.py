@@ -1,8 +1,12 @@
 """Inserts of many parts: results, order, and clients that leave at any moment."""
 
 import asyncio
+import gc
 import os
 import random
+import threading
+import time
+from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +24,7 @@ from lookup_buffer.node.locate import Waiting
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome
 from lookup_buffer.shm.memory import Mapping, Staging
+from lookup_buffer.times import TURN_SECONDS
 
 if TYPE_CHECKING:
     from lookup_buffer.node.staging import StagingArea
@@ -142,11 +147,19 @@ def is_mapped(mapping: Mapping) -> bool:
         return False
 
 
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn of the loop has time for one part."""
+    monkeypatch.setattr(turns, "TURN_SECONDS", 1e-9)
+    monkeypatch.setattr(insert, "STEP_SECONDS", -1.0)
+
+
 @pytest.fixture(params=["all at once", "one by one"])
 def begun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In how many turns of the loop the parts of a request are begun."""
-    seconds = 60.0 if request.param == "all at once" else -1.0
-    monkeypatch.setattr(insert, "TURN_SECONDS", seconds)
+    one_by_one(monkeypatch)
+    if request.param == "all at once":
+        monkeypatch.setattr(turns, "TURN_SECONDS", 60.0)
+        monkeypatch.setattr(insert, "STEP_SECONDS", 60.0)
 
 
 @pytest.mark.usefixtures("begun")
@@ -205,7 +218,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
 def test_others_have_their_turn_between_the_parts_of_one_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(insert, "TURN_SECONDS", -1.0)
+    one_by_one(monkeypatch)
     parts = 20
 
     async def test() -> None:
@@ -234,7 +247,7 @@ def test_others_have_their_turn_between_the_hand_offs_of_one_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To find that there is no room for one may take 40 ms."""
-    monkeypatch.setattr(turns, "TURN_SECONDS", -1.0)
+    one_by_one(monkeypatch)
     parts = 20
 
     async def test() -> None:
@@ -310,6 +323,150 @@ def test_an_insert_of_a_key_that_a_long_transfer_writes_is_refused_alone(
         assert "being written" in refused["message"]
         assert stored["outcome"] == InsertOutcome.STORED.value
         node.arena.abandon(fetched)
+        node.at_rest()
+        node.inserts.close()
+        node.arena.close()
+        client.staging.close()
+
+    asyncio.run(test())
+
+
+def test_all_inserts_together_have_the_time_of_one_in_each_turn_of_the_loop() -> None:
+    """Also those for which room is being made."""
+    count, parts, vain = 8, 3, 2
+
+    async def test() -> None:
+        node, clients, tried = Node(1 << 20), [Client(n, 1000) for n in range(count)], [0]
+        reserve, attempts = node.arena.reserve, Counter[Any]()
+
+        def search(address: Any, *what: Any, **how: Any) -> Item | None:
+            tried[-1] += 1
+            attempts[address] += 1
+            time.sleep(TURN_SECONDS)
+            if attempts[address] <= vain:
+                raise arena.Evicting("in parts")
+            return reserve(address, *what, **how)
+
+        node.arena.reserve = search  # type: ignore[method-assign]
+        for number, client in enumerate(clients):
+            keys = [f"{number}-{n}" for n in range(parts)]
+            node.insert(client, keys, [100] * parts, [0] * parts, 0.0)
+        while not all(client.sent for client in clients):
+            tried.append(0)
+            await asyncio.sleep(0)
+        for client in clients:
+            assert [one["outcome"] for one in await client.results()] == ["stored"] * parts
+            client.staging.close()
+        assert sum(tried) == count * parts * (vain + 1)
+        assert max(tried) <= 2, "one, and one of the turn before"
+        node.at_rest()
+        node.inserts.close()
+        node.arena.close()
+
+    asyncio.run(test())
+
+
+def refuse(_: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("key", ["large", "large@r"])
+def test_an_insert_needs_no_new_thread(key: str) -> None:
+    """The system may refuse it, and the key and its memory must not stay reserved then."""
+
+    async def test() -> None:
+        node, client = Node(16 << 20), Client(1, STAGED_BYTES)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            node.insert(client, [key], [STAGED_BYTES], [0], 0.0)
+            async with asyncio.timeout(10.0):
+                (stored,) = await client.results()
+        assert stored["outcome"] == "stored"
+        node.at_rest()
+        node.inserts.close()
+        node.arena.close()
+        client.staging.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("granted", [0, 1])
+def test_without_threads_for_its_copies_a_node_does_not_start(granted: int) -> None:
+    start, names = threading.Thread.start, list[str]()
+
+    def some(thread: threading.Thread) -> None:
+        if len(names) >= granted:
+            refuse(thread)
+        names.append(thread.name)
+        start(thread)
+
+    async def test() -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(threading.Thread, "start", some)
+            with pytest.raises(RuntimeError, match="new thread"):
+                Node(1 << 20)
+        async with asyncio.timeout(10.0):
+            while {thread.name for thread in threading.enumerate()} & set(names):
+                await asyncio.sleep(0.001)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("nbytes", [100, STAGED_BYTES])
+@pytest.mark.parametrize("key", ["k", "k@r"])
+def test_a_copy_that_fails_leaves_nothing_and_is_answered(key: str, nbytes: int) -> None:
+    async def test() -> None:
+        node, client, reported = Node(16 << 20), Client(1, STAGED_BYTES), []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: reported.append(what))
+        fill, is_broken = node.arena.fill, True
+
+        def fill_or_fail(item: Item, source: Mapping | None, offset: int) -> int:
+            if is_broken:
+                raise MemoryError
+            return fill(item, source, offset)
+
+        node.arena.fill = fill_or_fail  # type: ignore[method-assign]
+        for is_broken in (True, False):
+            node.insert(client, [key], [nbytes], [0], 0.0)
+            async with asyncio.timeout(10.0):
+                (result,) = await client.results()
+            assert ("error" in result) == is_broken
+            assert (node.arena.gauges().used_bytes == 0) == is_broken
+            node.at_rest()
+            client.sent.clear()
+        gc.collect()  # what asyncio reports of a task, it reports at its end
+        assert isinstance(reported[0]["exception"], MemoryError)
+        node.inserts.close()
+        node.arena.close()
+        client.staging.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("key", ["k", "k@r"])
+def test_memory_is_not_released_while_a_thread_writes_it(key: str) -> None:
+    async def test() -> None:
+        node, client = Node(16 << 20), Client(1, STAGED_BYTES)
+        writes, goes_on, fill = threading.Event(), threading.Event(), node.arena.fill
+
+        def wait(item: Item, source: Mapping | None, offset: int) -> int:
+            writes.set()
+            goes_on.wait(10.0)
+            return fill(item, source, offset)
+
+        node.arena.fill = wait  # type: ignore[method-assign]
+        node.insert(client, [key], [STAGED_BYTES], [0], 0.0)
+        while not writes.is_set():
+            await asyncio.sleep(0.001)
+        (inserting,) = node.inserts._inserting.values()
+        inserting.tasks.cancel()  # the node ends
+        for _ in range(5):
+            await asyncio.sleep(0.001)
+        assert node.arena.gauges().used_bytes
+        goes_on.set()
+        async with asyncio.timeout(10.0):
+            await client.results()
+        assert not node.arena.gauges().used_bytes
         node.at_rest()
         node.inserts.close()
         node.arena.close()
