@@ -263,7 +263,10 @@ async def _addresses(
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        try:
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except RuntimeError as error:  # no thread can be started
+            raise PipeBroken(f"{host} is not looked up: {error}") from error
         return [(family, address) for family, _, _, _, address in found]
     return [(socket.AF_INET6 if version == 6 else socket.AF_INET, (host, port))]
 

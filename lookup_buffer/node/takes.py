@@ -187,7 +187,7 @@ class Owner:
             return
         try:
             link = await dial(self.loop, self.location, self.endpoint, HANDOFFS, self.credentials)
-        except (LookupBufferError, ValueError, RuntimeError):  # no address; no thread for its name
+        except (LookupBufferError, ValueError):  # the endpoint is no address
             self._unreached()
             return
         self.trust = link.trust

@@ -1,15 +1,22 @@
-"""The threads that move bytes, where none can be started."""
+"""The threads that move bytes or look up a name, where none can be started."""
 
+import asyncio
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
-from lookup_buffer.node.links import ThreadPool
+from lookup_buffer.errors import PipeBroken
+from lookup_buffer.node.links import TENSORS, Credentials, ThreadPool, dial
 from patience import scaled
+from store import Location
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+
+def refuse(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_what_was_refused_is_not_moved_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,9 +32,6 @@ def test_what_was_refused_is_not_moved_later(monkeypatch: pytest.MonkeyPatch) ->
     first = pool.submit(hold)
     assert busy.wait(scaled(10.0))
 
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as without_memory:
         without_memory.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
@@ -38,3 +42,16 @@ def test_what_was_refused_is_not_moved_later(monkeypatch: pytest.MonkeyPatch) ->
         job.result(scaled(10.0))
     pool.close()
     assert moved == ["asked"]
+
+
+def test_a_node_whose_name_no_thread_looks_up_is_not_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def dialled() -> None:
+        loop, there = asyncio.get_running_loop(), Location("n", "b", 1, 1)
+        with monkeypatch.context() as without_memory:
+            without_memory.setattr(threading.Thread, "start", refuse)
+            await dial(loop, there, "tcp://host.invalid:1", TENSORS, Credentials())
+
+    with pytest.raises(PipeBroken, match="new thread"):
+        asyncio.run(dialled())
