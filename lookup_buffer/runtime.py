@@ -121,12 +121,21 @@ def _start(config: BufferConfig, directory: Path, path: Path, deadline: float) -
             stderr=output,
             start_new_session=True,
         )
-    starter.communicate(to_json(config).encode())
+    try:
+        starter.communicate(to_json(config).encode(), max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:  # it reads files that may not answer, such as 'token_file'
+        starter.kill()
+        starter.communicate()
+        raise _not_started(log) from None
     while not _accepts_connections(path):
         if starter.returncode or time.monotonic() >= deadline:
-            tail = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
-            raise NodeUnavailable(f"the node did not start; the end of {log}: {tail}")
+            raise _not_started(log)
         time.sleep(POLL_SECONDS)
+
+
+def _not_started(log: Path) -> NodeUnavailable:
+    tail = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+    return NodeUnavailable(f"the node did not start; the end of {log}: {tail}")
 
 
 def _accepts_connections(path: Path) -> bool:

@@ -258,6 +258,7 @@ class Node:
             ConfigError: the node's id belongs to another node; this node's items are lost.
         """
         start_log(self._config.log_level)
+        _allow_descriptors()
         if not IS_ORDERED:
             _log.warning("lookup buffer: %s", WITHOUT_ORDER)
         if self._config.mirror and self._lacks_mirror:
@@ -370,7 +371,6 @@ class Node:
 
 def serve(config: BufferConfig, *, ends_when_idle: bool) -> int:
     """Run the node of the configured directory until it is stopped. Returns the exit code."""
-    _allow_descriptors()
     directory = config.runtime_directory()
     try:
         with lock(directory / "node.lock", timeout=LOCK_SECONDS):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -15,6 +16,9 @@ import pytest
 
 from command_line import PROGRAM, assert_refused, environment, run, run_json
 from lookup_buffer.config import SECRETS, BufferConfig
+from lookup_buffer.errors import NodeUnavailable
+from lookup_buffer.node.main import DESCRIPTORS
+from lookup_buffer.runtime import node_socket
 from lookup_buffer.times import SILENT_SECONDS
 from nodes import StartNode, wait_until
 from patience import scaled
@@ -67,6 +71,36 @@ def serve() -> Iterator[Serve]:
         if served.process.poll() is None:
             served.process.terminate()
         served.process.communicate(timeout=END_SECONDS)
+
+
+def test_a_node_allows_itself_the_descriptors_that_its_connections_need(
+    serve: Serve, directory: Path, valkey_server: EmbeddedServer
+) -> None:
+    """Also where a login shell or systemd allows 1,024."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        served = serve("--directory", str(directory), "--store-url", valkey_server.url)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    allowed, most = resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE)
+    assert allowed == min(DESCRIPTORS, most)
+
+
+def test_a_start_that_hangs_is_given_up(directory: Path, valkey_server: EmbeddedServer) -> None:
+    """The node reads files that a client does not, and one of a network's may not answer."""
+    os.mkfifo(directory / "token", 0o600)
+    config = BufferConfig(
+        directory=directory,
+        store_url=valkey_server.url,
+        capacity_bytes=8 << 20,
+        listen="tcp://127.0.0.1:0",
+        token_file=directory / "token",
+    )
+    began = time.monotonic()
+    with pytest.raises(NodeUnavailable, match="did not start"):
+        node_socket(config, timeout=1.0)
+    assert time.monotonic() - began < END_SECONDS
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
