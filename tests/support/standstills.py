@@ -20,6 +20,7 @@ from patience import Standstills
 AGAIN_SECONDS = 1.0
 """As long as the shortest bounds that the product has: a beat, a call of the store."""
 _RERUN = "rerun"
+_SECTION = "The machine"
 
 standstills_key = pytest.StashKey[Standstills]()
 
@@ -52,7 +53,7 @@ def pytest_runtest_makereport(
         began = time.monotonic() - call.duration
         if took := item.config.stash[standstills_key].longest(since=began):
             said = f"A core stood still for {took:.2f} s meanwhile."
-            report.sections.append(("The machine", said))
+            report.sections.append((_SECTION, said))
     return report
 
 
@@ -96,6 +97,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for report in terminalreporter.stats.get(_RERUN, ()):
         terminalreporter.section(f"ran once more, since the machine stood still: {report.nodeid}")
         terminalreporter.write_line(report.longreprtext)
-        for title, text in report.sections:
-            if title == "The machine":
-                terminalreporter.write_line(text)
+        # Empty if it stood still in another phase of the test than the one that failed.
+        terminalreporter.write_line(dict(report.sections).get(_SECTION, ""))
