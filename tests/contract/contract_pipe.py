@@ -27,6 +27,7 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.pipes import ANY_KEY, KVPipe, PipeLimits, open_pipe
 from lookup_buffer.protocol.header import DTYPES
 from patience import scaled
+from payloads import block
 from store import EmbeddedServer
 
 TOKEN = "that of both ends, and of no other"
@@ -39,11 +40,6 @@ SHORT_SECONDS = 0.05
 
 Ends = tuple[KVPipe, KVPipe]
 MakeEnds = Callable[..., Ends]
-
-
-def block(nbytes: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
 def same(a: Value, b: Value) -> bool:

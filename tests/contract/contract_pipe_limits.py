@@ -16,7 +16,6 @@ from contract_pipe import (
     Ends,
     MakeEnds,
     Threads,
-    block,
     same,
 )
 from lookup_buffer.errors import (
@@ -29,6 +28,7 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.pipes import PipeLimits
+from payloads import block
 
 
 class PipeLimitsContract:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from contract_pipe import LARGE, SMALL, SOON_SECONDS, Threads, block, same
+from contract_pipe import LARGE, SMALL, SOON_SECONDS, Threads, same
 from lookup_buffer.errors import ConfigError, LookupTimeout, PipeBroken, PipeTimeout
 from lookup_buffer.pipes import KVPipe, PipeLimits
 from patience import scaled
+from payloads import block
 from pipe_child import Child, launch_child
 
 START_SECONDS = scaled(30.0)

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from connectors.ec.stats import FAMILIES as EC_FAMILIES
 from connectors.kv.engine import KvSettings, kv_identity
+from connectors.kv.stats import FAMILIES as KV_FAMILIES
 from connectors.namespace import IGNORED_MODEL, IGNORED_MULTIMODAL, Ignored, namespace_parts
-from connectors.settings import ConnectorSettings
+from connectors.settings import ConnectorSettings, SharedSettings, parse_settings
 from lookup_buffer.config import SECRETS
+from lookup_buffer.environment import parse_bytes
 from nodes import ROOT
 from test_engine_namespace import SETTINGS, vllm_config
 from test_kv_start import BLOCK, config
@@ -28,6 +31,45 @@ def rows_of(title: str) -> set[str]:
     """The settings in the table of a section."""
     section = TEXT.partition(f"# {title}\n")[2].partition("\n#")[0]
     return set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+
+
+def _rows(title: str, level: str = "##") -> list[list[str]]:
+    """The cells of the first table under a heading of docs/vllm.md, without its head."""
+    section = TEXT.partition(f"\n{level} {title}\n")[2].partition("\n##")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_every_setting_of_the_connector_is_explained_with_its_default() -> None:
+    explained = {row[0].strip("`"): row[1].strip("`") for row in _rows("Settings")}
+    fields = ConnectorSettings.model_fields
+    assert explained.keys() == fields.keys() - SECRETS
+    for name, field in fields.items():
+        shown = explained.get(name, "")
+        if name in SECRETS or shown.startswith("a "):
+            continue  # worked out from another setting
+        value = getattr(parse_settings({name: parse_bytes(shown)} if "iB" in shown else {}), name)
+        assert value == field.default, name
+        if "iB" not in shown:
+            plain = str(field.default).lower() if isinstance(field.default, bool) else field.default
+            assert shown in (str(plain), f"{plain:g}" if isinstance(plain, float) else ""), name
+
+
+def test_every_metric_of_the_connector_is_explained() -> None:
+    explained = {row[0].strip("`"): row[1].strip("`") for row in _rows("What you see")}
+    assert explained == {f"{family.name}_total": family.label for family in EC_FAMILIES}
+
+
+def test_the_settings_and_metrics_of_the_kv_connector_are_explained() -> None:
+    metrics = {row[0].strip("`"): row[1].strip("`") for row in _rows("What you see of it", "###")}
+    assert metrics == {f"{family.name}_total": family.label for family in KV_FAMILIES}
+    own = {
+        name
+        for name, field in KvSettings.model_fields.items()
+        if name not in SharedSettings.model_fields
+        or field.default != SharedSettings.model_fields[name].default
+    }
+    assert {row[0].strip("`") for row in _rows("Settings of the KV connector", "###")} == own
 
 
 def test_the_table_has_each_setting_of_the_ec_connector() -> None:

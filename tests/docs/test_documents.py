@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from connectors.settings import ConnectorSettings, parse_settings
-from lookup_buffer.config import SECRETS
-from lookup_buffer.environment import parse_bytes
 from lookup_buffer.inspection.findings import Code
 from lookup_buffer.protocol import messages
 from lookup_buffer.protocol.auth import PROTOCOL_VERSION
@@ -154,29 +151,6 @@ def test_no_todo_is_left(document: str) -> None:
     assert not open_places
 
 
-def _rows(title: str, level: str = "##") -> list[list[str]]:
-    """The cells of the first table under a heading of docs/vllm.md, without its head."""
-    text = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
-    section = text.partition(f"\n{level} {title}\n")[2].partition("\n##")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def test_every_setting_of_the_connector_is_explained_with_its_default() -> None:
-    explained = {row[0].strip("`"): row[1].strip("`") for row in _rows("Settings")}
-    fields = ConnectorSettings.model_fields
-    assert explained.keys() == fields.keys() - SECRETS
-    for name, field in fields.items():
-        shown = explained.get(name, "")
-        if name in SECRETS or shown.startswith("a "):
-            continue  # worked out from another setting
-        value = getattr(parse_settings({name: parse_bytes(shown)} if "iB" in shown else {}), name)
-        assert value == field.default, name
-        if "iB" not in shown:
-            plain = str(field.default).lower() if isinstance(field.default, bool) else field.default
-            assert shown in (str(plain), f"{plain:g}" if isinstance(plain, float) else ""), name
-
-
 def test_the_numbers_that_an_upgrade_may_change_are_those_of_the_code() -> None:
     section = (ROOT / "docs/operations.md").read_text(encoding="utf-8").partition("## Upgrade")[2]
     numbers = re.findall(r"^\| [^|]+ \| [^|]+, now (\d+) \|", section, re.MULTILINE)
@@ -194,28 +168,3 @@ def test_the_methods_that_a_store_must_have_are_listed() -> None:
     rows = re.findall(r"^\| (`.*?`) \|", text.partition("## The core")[2], re.M)
     listed = {name for row in rows[:4] for name in re.findall(r"`(\w+)`", row)}
     assert listed == MetadataStore.__abstractmethods__
-
-
-def test_every_metric_of_the_connector_is_explained() -> None:
-    pytest.importorskip("vllm")
-    from connectors.ec.stats import FAMILIES
-
-    explained = {row[0].strip("`"): row[1].strip("`") for row in _rows("What you see")}
-    assert explained == {f"{family.name}_total": family.label for family in FAMILIES}
-
-
-def test_the_settings_and_metrics_of_the_kv_connector_are_explained() -> None:
-    pytest.importorskip("vllm")
-    from connectors.kv.engine import KvSettings
-    from connectors.kv.stats import FAMILIES
-    from connectors.settings import SharedSettings
-
-    metrics = {row[0].strip("`"): row[1].strip("`") for row in _rows("What you see of it", "###")}
-    assert metrics == {f"{family.name}_total": family.label for family in FAMILIES}
-    own = {
-        name
-        for name, field in KvSettings.model_fields.items()
-        if name not in SharedSettings.model_fields
-        or field.default != SharedSettings.model_fields[name].default
-    }
-    assert {row[0].strip("`") for row in _rows("Settings of the KV connector", "###")} == own

@@ -4,9 +4,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from contract_pipe import LARGE, SOON_SECONDS, TOKEN, Ends, block, same
+from contract_pipe import LARGE, SOON_SECONDS, TOKEN, Ends, same
 from lookup_buffer.errors import NodeRefused
 from lookup_buffer.pipes import PipeLimits, open_pipe
+from payloads import block
 
 
 def connected_ends(closing: ExitStack, uri: str, limits: PipeLimits | None = None) -> Ends:

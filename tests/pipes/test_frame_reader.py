@@ -10,12 +10,13 @@ from types import FrameType
 import pytest
 import torch
 
-from contract_pipe import LARGE, SHORT_SECONDS, SMALL, SOON_SECONDS, Threads, block, same, threads
+from contract_pipe import LARGE, SHORT_SECONDS, SMALL, SOON_SECONDS, Threads, same, threads
 from lookup_buffer.codec import writable_bytes
 from lookup_buffer.errors import LookupTimeout, PipeBroken
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.io import FLUSH_SECONDS, FrameReader
 from lookup_buffer.protocol.framing import encode_frame
+from payloads import block
 from raw_ends import RawEnd, offer
 
 __all__ = ["threads"]

@@ -21,7 +21,6 @@ from contract_pipe import (
     MakeEnds,
     PipeContract,
     Threads,
-    block,
     closing,
     same,
     threads,
@@ -53,6 +52,7 @@ from lookup_buffer.pipes.pair import Exchange, agree
 from lookup_buffer.protocol.auth import connect
 from lookup_buffer.protocol.stream import FramedSocket
 from patience import scaled
+from payloads import block
 from pipe_child import launch_child
 from pipe_ends import TokenContract, connected_ends
 

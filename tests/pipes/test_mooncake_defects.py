@@ -34,7 +34,6 @@ from contract_pipe import (
     Ends,
     MakeEnds,
     Threads,
-    block,
     closing,
     ends,
     make_ends,
@@ -57,6 +56,7 @@ from lookup_buffer.pipes.pipe_buffer import PipeBuffer, name_of
 from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.messages import InsertOutcome
 from nodes import MIB, NodeProcess, key
+from payloads import block
 from raw_ends import RawEnd, offer
 
 __all__ = ["closing", "ends", "make_ends", "threads"]

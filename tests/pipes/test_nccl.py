@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from contract_pipe import LARGE, Ends, MakeEnds, PipeContract, block, closing, same, threads
+from contract_pipe import LARGE, Ends, MakeEnds, PipeContract, closing, same, threads
 from contract_pipe_limits import PipeLimitsContract
 from contract_pipe_processes import (
     MakeListening,
@@ -20,6 +20,7 @@ from lookup_buffer.errors import ConfigError, PipeBroken
 from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.connect import open_tcp_end
 from lookup_buffer.pipes.nccl import DeviceMemory, Nccl
+from payloads import block
 from pipe_ends import connected_ends
 
 __all__ = ["closing", "listening", "patient", "start_child", "threads"]

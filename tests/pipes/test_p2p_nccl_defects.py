@@ -36,7 +36,6 @@ from contract_pipe import (
     Ends,
     MakeEnds,
     Threads,
-    block,
     closing,
     ends,
     make_ends,
@@ -46,6 +45,7 @@ from contract_pipe import (
 from lookup_buffer.codec import Value
 from lookup_buffer.errors import BufferFull, LookupTimeout, PipeBroken, TensorTooLarge
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
+from payloads import block
 from raw_ends import RawEnd, offer
 
 __all__ = ["closing", "ends", "make_ends", "threads"]

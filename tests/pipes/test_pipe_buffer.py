@@ -28,11 +28,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from contract_pipe import SHORT_SECONDS, SOON_SECONDS, Threads, block, same, threads
+from contract_pipe import SHORT_SECONDS, SOON_SECONDS, Threads, same, threads
 from lookup_buffer.errors import BufferFull, ConfigError, LookupTimeout, PipeBroken, TensorTooLarge
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.pipe_buffer import PipeBuffer
 from patience import scaled
+from payloads import block
 from raw_ends import RawEnd
 
 __all__ = ["threads"]

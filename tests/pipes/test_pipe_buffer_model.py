@@ -10,13 +10,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from contract_pipe import block, same
+from contract_pipe import same
 from hypothesis_profiles import examples
 from lookup_buffer.codec import Value, packed
 from lookup_buffer.errors import BufferFull, LookupTimeout, PipeBroken, TensorTooLarge
 from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.pipe_buffer import PipeBuffer
 from patience import scaled
+from payloads import block
 
 BUDGET = 300_000
 TOKENS = ((1,), (1, 2), (2, 1), (1, 2, 3), (100_000,), (100_001,))

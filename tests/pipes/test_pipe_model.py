@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from contract_pipe import block, same
+from contract_pipe import same
 from hypothesis_profiles import examples
 from lookup_buffer.errors import (
     BufferFull,
@@ -35,6 +35,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.pipes import ANY_KEY, PipeLimits, open_pipe
 from patience import scaled
+from payloads import block
 from store import EmbeddedServer
 
 BUDGET = 300_000

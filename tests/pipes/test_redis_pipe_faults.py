@@ -8,13 +8,14 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from contract_pipe import LARGE, SMALL, SOON_SECONDS, Threads, block, closing, same, threads
+from contract_pipe import LARGE, SMALL, SOON_SECONDS, Threads, closing, same, threads
 from lookup_buffer.errors import ConfigError, PipeBroken, PipeError, PipeTimeout
 from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.redis_dial import dial
 from lookup_buffer.pipes.redis_link import CHECK_SECONDS, CHUNK_BYTES, RedisLink, Session
 from lookup_buffer.pipes.resp import Resp3Connection
 from patience import quickest
+from payloads import block
 from servers import PASSWORD, StartServer, TlsServer, flush, frozen
 from store import EmbeddedServer
 

@@ -8,13 +8,14 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from contract_pipe import LARGE, SOON_SECONDS, Threads, block, closing, same, threads
+from contract_pipe import LARGE, SOON_SECONDS, Threads, closing, same, threads
 from lookup_buffer.errors import CodecError, LookupTimeout, PipeBroken, PipeError
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.stream import FramedSocket
+from payloads import block
 from raw_ends import RawEnd, offer
 
 __all__ = ["closing", "threads"]

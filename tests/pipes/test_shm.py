@@ -19,7 +19,6 @@ from contract_pipe import (
     MakeEnds,
     PipeContract,
     Threads,
-    block,
     closing,
     same,
     threads,
@@ -45,6 +44,7 @@ from lookup_buffer.pipes import KVPipe, open_pipe
 from lookup_buffer.pipes.shared_region import SharedMemory
 from lookup_buffer.protocol.auth import connect, request_handshake
 from patience import scaled
+from payloads import block
 from pipe_ends import TokenContract, connected_ends
 
 __all__ = ["closing", "listening", "patient", "start_child", "threads"]

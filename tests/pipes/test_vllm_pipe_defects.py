@@ -48,7 +48,6 @@ from contract_pipe import (
     Ends,
     MakeEnds,
     Threads,
-    block,
     closing,
     ends,
     make_ends,
@@ -71,6 +70,7 @@ from lookup_buffer.pipes.outbox import Outbox
 from lookup_buffer.pipes.redis_dial import dial
 from lookup_buffer.pipes.resp import Resp3Connection
 from lookup_buffer.protocol.stream import FramedSocket
+from payloads import block
 from raw_ends import RawEnd, hostile
 from store import EmbeddedServer
 

@@ -35,6 +35,7 @@ from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Stats
 from lookup_buffer.runtime import to_json
 from lookup_buffer.times import CALL_SECONDS
 from patience import scaled
+from payloads import block
 from store import EmbeddedServer
 
 if TYPE_CHECKING:
@@ -304,8 +305,7 @@ def handoff(name: str | None = None) -> TensorKey:
 
 def tensor_of(seed: str, nbytes: int) -> torch.Tensor:
     """Bytes that follow from the seed alone, in any process."""
-    generator = torch.Generator().manual_seed(int.from_bytes(seed.encode()[-7:], "big"))
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return block(nbytes, int.from_bytes(seed.encode()[-7:], "big"))
 
 
 class ClientProcess:
