@@ -343,7 +343,7 @@ class Server:
             case Take():
                 return self._take(connection, session, request)
             case Acknowledge():
-                self._acknowledge(connection, session, request)
+                return self.takes.acknowledge(connection, session, request)
             case Stage():
                 return self.inserts.stage(connection)
             case Metrics():
@@ -420,12 +420,6 @@ class Server:
         self.counters.hit(taken.held.item, by_key=False)
         lease = {"token": taken.token, "lease_seconds": taken.lease_seconds}
         return self.reads.resident(taken.held) | lease
-
-    def _acknowledge(self, connection: Connection, session: Session, request: Acknowledge) -> None:
-        def answer(won: bool) -> None:
-            connection.send({"id": request.id, "won": won})
-
-        self.takes.acknowledge(session, request.token, answer)
 
     def _stats(self, _: Session, __: Stats) -> Fields:
         stats = {

@@ -19,7 +19,7 @@ Called by `server` and `announcements` on the loop's thread.
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 from lookup_buffer.errors import LookupBufferError, MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena
-from lookup_buffer.node.connection import Connection, Session, granted
+from lookup_buffer.node.connection import Connection, Fields, Session, granted
 from lookup_buffer.node.handoffs import Handoffs, Lease
 from lookup_buffer.node.items import Pin
 from lookup_buffer.node.links import HANDOFFS, Credentials, again_seconds, dial
@@ -294,8 +294,8 @@ class RemoteLease:
     until: float = 0.0
     won: "asyncio.Task[bool] | None" = None
     """The acknowledgement."""
-    answer: Callable[[bool], object] = lambda _: None
-    """Called with its result; of the last request for it."""
+    asked: tuple[Connection, int] | None = None
+    """Where its result is sent: the connection and the id of the last request for it."""
 
 
 @dataclass(slots=True)
@@ -452,24 +452,28 @@ class Takes:
 
     # -- what was taken and is not settled
 
-    def acknowledge(self, session: Session, token: int, answer: Callable[[bool], object]) -> None:
-        """Answer whether the lease was valid; a repeated request gets the same answer.
+    def acknowledge(
+        self, connection: Connection, session: Session, request: Acknowledge
+    ) -> Fields | None:
+        """The answer whether the lease was valid; a repeated request gets the same answer.
 
-        If another node decides that, it is answered later: the last of the requests that came
-        meanwhile, since a client repeats it only if its connection broke. So a lease has one that
-        waits, and it need not be refused to bound them: the owner may have removed the item.
+        None if another node decides that. Then the answer is sent later, to the last of the
+        requests that came meanwhile, since a client repeats it only if its connection broke. So a
+        lease has one that waits, and it need not be refused to bound them: the owner may have
+        removed the item.
         """
+        token = request.token
         lease = self._remote.get(token)
         if lease is None:
-            answer(self.handoffs.acknowledge(token, session))
-        elif lease.session is not session:
-            answer(False)
-        elif lease.won is not None and lease.won.done():
-            answer(lease.won.result())
-        else:
-            lease.answer = answer
-            if lease.won is None:
-                lease.won = self.loop.create_task(self._acknowledge(lease, token))
+            return {"won": self.handoffs.acknowledge(token, session)}
+        if lease.session is not session:
+            return {"won": False}
+        if lease.won is not None and lease.won.done():
+            return {"won": lease.won.result()}
+        lease.asked = connection, request.id
+        if lease.won is None:
+            lease.won = self.loop.create_task(self._acknowledge(lease, token))
+        return None
 
     async def _acknowledge(self, lease: RemoteLease, token: int) -> bool:
         reply = UNREACHED
@@ -478,7 +482,9 @@ class Takes:
                 while reply is UNREACHED:  # `Owner` pauses between its attempts
                     reply = await self.owners.at(*lease.source).acknowledge(token)
         won = reply.state == "won"
-        lease.answer(won)
+        assert lease.asked is not None
+        connection, request_id = lease.asked
+        connection.send({"id": request_id, "won": won})
         return won
 
     def give_back(self, session: Session, token: int) -> None:

@@ -26,7 +26,7 @@ from lookup_buffer.node.takes import Owners, Taken, Takes
 from lookup_buffer.node.transfer import FETCH_OWNER, TURN_SECONDS, Fetched, Wanted
 from lookup_buffer.protocol.auth import PROTOCOL_VERSION, Purpose
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.messages import Take
+from lookup_buffer.protocol.messages import Acknowledge, Take
 from lookup_buffer.times import OWNER_IDLE_SECONDS
 from store import Location, Record
 from virtual_loop import VirtualLoop
@@ -149,6 +149,8 @@ class Pair:
         anchor: Any = None
         self.session = Session(1, anchor, None)
         self.announced: list[tuple[int, int]] = []
+        self.asked: list[asyncio.Future[bool]] = []
+        """What the client is answered, by the id of its acknowledgement."""
         self.transfer_seconds = 5 * ONE_WAY_SECONDS
         self.is_crowded = False
         self.queued: list[Wanted] = []
@@ -214,9 +216,17 @@ class Pair:
         yield lambda nbytes: self.announced.append((request_id, nbytes))
 
     async def acknowledge(self, taken: Taken, session: Session | None = None) -> bool:
-        won: asyncio.Future[bool] = self.loop.create_future()
-        self.takes.acknowledge(session or self.session, taken.token, won.set_result)
-        return await won
+        connection: Any = self
+        request = Acknowledge(len(self.asked), taken.token)
+        self.asked.append(self.loop.create_future())
+        answer = self.takes.acknowledge(connection, session or self.session, request)
+        if answer is not None:
+            self.send({"id": request.id, **answer})
+        return await self.asked[request.id]
+
+    def send(self, message: dict[str, Any]) -> None:
+        """As `Connection` to the client."""
+        self.asked[message["id"]].set_result(message["won"])
 
     def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float = 1000.0) -> Any:
         task = self.loop.create_task(coroutine)
