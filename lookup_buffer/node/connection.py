@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from termios import TIOCOUTQ
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.node.closer import RECEIVED_MAX, Closer
@@ -107,18 +107,27 @@ async def granted(
         raise
 
 
-class Connection:
-    """Calls `on_message(connection, message)` for each frame, and `on_end(connection, error)` once.
+class MessageProtocol(Protocol):
+    """Who owns connections, as `asyncio.Protocol` does."""
 
-    `error` is None if the remote end closed the connection, or this node did without an error.
-    """
+    def message_received(self, connection: "Connection", message: Any) -> None:
+        """Called for each frame. A ProtocolError that it raises ends the connection."""
+        ...
+
+    def connection_lost(self, connection: "Connection", error: LookupBufferError | None) -> None:
+        """Called once. `error` is None if the remote end closed the connection, or this node did
+        without an error."""
+        ...
+
+
+class Connection:
+    """Frames from and to a client or another node; what comes is handled by `protocol`."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         sock: socket.socket,
-        on_message: Callable[["Connection", Any], None],
-        on_end: Callable[["Connection", LookupBufferError | None], None],
+        protocol: MessageProtocol,
         macs: Macs | None = None,
         closer: Closer | None = None,
         pending: Shares | None = None,
@@ -129,8 +138,7 @@ class Connection:
         own by default."""
         self._loop = loop
         self._socket = sock
-        self._on_message = on_message
-        self._on_end = on_end
+        self._protocol = protocol
         self._sends = macs.sends if macs else None
         self._closer = closer
         self._decoder = FrameDecoder(
@@ -267,7 +275,7 @@ class Connection:
         self._decoder.discard()
         self._count_pending()
         self._requests.cancel()
-        self._on_end(self, error)
+        self._protocol.connection_lost(self, error)
 
     def step(self) -> bool:
         """Handle one message: of what was read last, or else of what can be read now. Returns
@@ -285,7 +293,7 @@ class Connection:
             if self._decoder.unread_bytes or self._read():
                 frame = self._decoder.next()
                 if frame is not None:
-                    self._on_message(self, frame.header)
+                    self._protocol.message_received(self, frame.header)
         except ProtocolError as error:
             self.end(error)
         except Exception as error:  # noqa: BLE001 -- what was sent after it is to be handled

@@ -13,7 +13,7 @@ A hand-off is never evicted, so its insert beyond their share waits until others
 Meanwhile it is offered: if its taker requests it, it may use the share of pins, because it will not
 stay. So a full share blocks neither takers nor the writers they wait for. There is no order:
 whatever fits is admitted. One attempt to find room may take 40 ms, so they are made one after
-the other (`CallQueue`).
+the other (`Turns`).
 
 Takers are sessions of this node (`takes`) and connections of other nodes (`Askers`, admitted by
 `peers`). The lease's token is what a taker acknowledges with, also a client. Everything runs on the
@@ -38,7 +38,7 @@ from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.items import Item, Pin
 from lookup_buffer.node.links import Link
 from lookup_buffer.node.owned import Owned
-from lookup_buffer.node.turns import CallQueue, Turns
+from lookup_buffer.node.turns import Steps, Turns
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import (
     Acknowledge,
@@ -119,8 +119,8 @@ class Handoffs:
     _offers: dict[QualifiedKey, dict[Arrival, None]] = field(default_factory=dict)
     """The inserts that found no space, until they are settled."""
     _held_back: set[QualifiedKey] = field(default_factory=set)
-    _calls: CallQueue = field(init=False)
-    """Attempts to find space."""
+    _turns: Turns = field(init=False)
+    """Of the attempts to find space."""
     _wanted: set[QualifiedKey] = field(default_factory=set)
     """Where one of them is to be made for a taker."""
     _looking: bool = False
@@ -135,7 +135,7 @@ class Handoffs:
     """How often it had come when that began."""
 
     def __post_init__(self) -> None:
-        self._calls = CallQueue(self.loop)
+        self._turns = Turns(self.loop)
         self.arena.on_room = self._room_came
 
     # -- takers
@@ -228,7 +228,7 @@ class Handoffs:
                 `until`, by the loop's clock.
         """
         arrival.tried = self.loop.create_future()
-        self._calls.add(partial(self._try_first, arrival, until))
+        self._turns.add(Steps(partial(self._try_first, arrival, until)))
         return await granted(arrival.tried, None, partial(self._drop, arrival))
 
     async def admitted(self, arrival: Arrival, until: float) -> Item:
@@ -298,7 +298,7 @@ class Handoffs:
             arrival.tried.set_result(item)
         except BufferFull as error:
             if self.arena.remove_expired() or isinstance(error, Evicting):
-                self._calls.add(partial(self._try_first, arrival, until))
+                self._turns.add(Steps(partial(self._try_first, arrival, until)))
             elif self.loop.time() >= until:
                 arrival.tried.set_exception(error)
             else:
@@ -328,7 +328,7 @@ class Handoffs:
         """A taker waits for one of those that are offered there."""
         if address not in self._wanted:
             self._wanted.add(address)
-            self._calls.add(partial(self._try_wanted, address))
+            self._turns.add(Steps(partial(self._try_wanted, address)))
 
     def _try_wanted(self, address: QualifiedKey) -> None:
         """The smallest, unless one is admitted already: if it has no room, none has."""
@@ -349,7 +349,7 @@ class Handoffs:
     def _begin_look(self) -> None:
         if self._offers and not self._looking:
             self._looking = True
-            self._calls.add(self._look)
+            self._turns.add(Steps(self._look))
 
     def _look(self) -> None:
         """Admit what fits of all that is offered."""
@@ -359,16 +359,17 @@ class Handoffs:
             if address in self._offers:
                 self._want(address)
         self._untried.extend(chain.from_iterable(self._offers.values()))
-        self._calls.add(self._look_on)
+        self._turns.add(Steps(self._look_on))
 
-    def _look_on(self) -> None:
+    def _look_on(self) -> bool:
+        """Returns whether there are others to try."""
         if self._untried:
             self._look_at(self._untried.popleft())
-            self._calls.add(self._look_on)
-        else:
-            self._looking = False
-            if self._rooms > self._looked_at:
-                self._begin_look()
+            return True
+        self._looking = False
+        if self._rooms > self._looked_at:
+            self._begin_look()
+        return False
 
     def _look_at(self, arrival: Arrival) -> None:
         nbytes = arrival.nbytes
@@ -478,9 +479,7 @@ class Askers:
 
     def admit(self, link: Link) -> Connection:
         """Serve requests on `link` until it ends."""
-        connection = Connection(
-            self.loop, link.stream, self._on_message, self._ended, link.macs, turns=self._turns
-        )
+        connection = Connection(self.loop, link.stream, self, link.macs, turns=self._turns)
         self._takes[connection] = {}
         return connection
 
@@ -491,7 +490,7 @@ class Askers:
         for connection in self.connections():
             connection.end(None)
 
-    def _on_message(self, connection: Connection, message: Any) -> None:
+    def message_received(self, connection: Connection, message: Any) -> None:
         match parse(message):
             case Take() as request:
                 self._take(connection, request)
@@ -511,7 +510,7 @@ class Askers:
             case request:
                 raise ProtocolError(f"{request.op} is not a request between nodes")
 
-    def _ended(self, connection: Connection, error: LookupBufferError | None) -> None:
+    def connection_lost(self, connection: Connection, error: LookupBufferError | None) -> None:
         if isinstance(error, ProtocolError):
             self.counters.add("protocol_errors")
         self._takes.pop(connection, None)

@@ -361,20 +361,18 @@ class Reader:
         self.used_at = server.loop.time()
         self.client = link.purpose.client
         stream = link.stream.dup()  # each of the two that use it closes its own descriptor
-        self.connection = Connection(
-            server.loop, link.stream, self._on_message, self._ended, link.macs, turns=server.turns
-        )
+        self.connection = Connection(server.loop, link.stream, self, link.macs, turns=server.turns)
         self._sender = FramedSocket(stream)
         self._sender.macs = link.macs
 
     def end(self) -> None:
         self.connection.end(None)
 
-    def _ended(self, _: Connection, error: LookupBufferError | None) -> None:
+    def connection_lost(self, _: Connection, error: LookupBufferError | None) -> None:
         self._sender.abort()  # a thread that sends stops
         self._server.forget(self, error)
 
-    def _on_message(self, connection: Connection, message: Any) -> None:
+    def message_received(self, connection: Connection, message: Any) -> None:
         asked, ahead = _asked_for(message), sum(map(len, self._requests))
         if len(self._requests) >= QUEUED_MAX or (ahead and ahead + len(asked) > ITEMS_MAX):
             most = f"{QUEUED_MAX} requests, or {ITEMS_MAX} items,"

@@ -240,7 +240,7 @@ class Reachability:
         if len(self._links) >= LINKS_MAX and not self._make_place(client):
             link.stream.close()
             return
-        connection = Connection(self._loop, link.stream, self._on_message, self._ended, link.macs)
+        connection = Connection(self._loop, link.stream, self, link.macs)
         timer = self._loop.call_later(LINK_SECONDS, connection.end, None)
         self._links[connection] = client, timer
 
@@ -252,13 +252,13 @@ class Reachability:
         next(link for link, (of, _) in self._links.items() if of == crowded).end(None)
         return True
 
-    def _ended(self, connection: Connection, error: LookupBufferError | None) -> None:
+    def connection_lost(self, connection: Connection, error: LookupBufferError | None) -> None:
         if isinstance(error, ProtocolError):
             self._counters.add("protocol_errors")
         self._links.pop(connection)[1].cancel()
         self._asked.discard(connection)
 
-    def _on_message(self, connection: Connection, message: Any) -> None:
+    def message_received(self, connection: Connection, message: Any) -> None:
         if connection in self._asked:
             raise ProtocolError("a request before the answer to the last one")
         match parse(message):

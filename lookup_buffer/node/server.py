@@ -252,8 +252,7 @@ class Server:
         connection = Connection(
             self.loop,
             sock,
-            self._on_message,
-            self._on_end,
+            self,
             closer=self.closer,
             pending=self._pending,
             turns=self._turns,
@@ -279,7 +278,7 @@ class Server:
         if connection in self._of and self._of[connection] is None:
             connection.end(None)
 
-    def _on_end(self, connection: Connection, error: LookupBufferError | None) -> None:
+    def connection_lost(self, connection: Connection, error: LookupBufferError | None) -> None:
         if isinstance(error, ProtocolError):
             self.counters.add("protocol_errors")
         session = self._of.pop(connection, None)
@@ -295,7 +294,7 @@ class Server:
 
     # -- requests
 
-    def _on_message(self, connection: Connection, message: Any) -> None:
+    def message_received(self, connection: Connection, message: Any) -> None:
         session = self._of[connection]
         if session is None and (strange := hello_of_another_version(message)) is not None:
             connection.send(_refusal(*strange))

@@ -192,11 +192,14 @@ class Owner:
             return
         self.trust = link.trust
         self._connection = connection = Connection(
-            self.loop, link.stream, self._on_message, lambda *_: self._unreached(), link.macs,
+            self.loop, link.stream, self, link.macs,
             turns=self.turns,
         )  # fmt: skip
         for request, _ in list(self._asked.values()):
             connection.send(request.to_wire())
+
+    def connection_lost(self, *_: object) -> None:
+        self._unreached()
 
     def _unreached(self) -> None:
         """The connection could not be made, or ended."""
@@ -205,7 +208,7 @@ class Owner:
         self._not_before = self.loop.time() + again_seconds(self._failures)
         self._answer_all(UNREACHED)
 
-    def _on_message(self, connection: Connection, message: Any) -> None:
+    def message_received(self, connection: Connection, message: Any) -> None:
         number, answer = OwnerReply.parse(message)
         self._failures = 0
         self._use(answer.lease_seconds)

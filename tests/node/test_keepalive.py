@@ -59,9 +59,7 @@ class Taker:
         (self.owner,) = bench.askers._takes
         self.replies: list[Any] = []
         self.has_ended = False
-        self.connection = Connection(
-            bench.loop, link.stream, self._on_message, self._on_end, link.macs
-        )
+        self.connection = Connection(bench.loop, link.stream, self, link.macs)
         self.sockets = link.stream, self.owner._socket
 
     @property
@@ -71,10 +69,10 @@ class Taker:
     def ask(self) -> None:
         self.connection.send(Holds(1, NAMESPACE, "k@r").to_wire())
 
-    def _on_message(self, _: Connection, reply: Any) -> None:
+    def message_received(self, _: Connection, reply: Any) -> None:
         self.replies.append(reply)
 
-    def _on_end(self, *_: object) -> None:
+    def connection_lost(self, *_: object) -> None:
         self.has_ended = True
 
 

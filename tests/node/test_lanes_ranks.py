@@ -48,6 +48,7 @@ class Engine:
         self.pools = Pools(Arena(1 << 20, lambda _address, _reason: None))
         self.lanes = Lanes(self.loop, BOOT, knows, Counters(), self.pools)
         self.ends: list[socket.socket] = []
+        self._of: dict[Connection, Session] = {}
         self.workers = [self._session(rank) for rank in range(RANKS)]
         self.scheduler = self._session(None)
         for worker in self.workers:
@@ -57,15 +58,17 @@ class Engine:
         ours, theirs = socket.socketpair()
         self.ends.append(theirs)
 
-        def ended(_connection: Connection, _error: object) -> None:
-            self.lanes.close(session)
-            self.lanes.release_all(session)
-
-        anchor = Connection(self.loop, ours, lambda *_: None, ended)
-        session = Session(
-            len(self.ends), anchor, Seat("engine", rank, RANKS, encodes=False, device="")
-        )
+        anchor = Connection(self.loop, ours, self)
+        seat = Seat("engine", rank, RANKS, encodes=False, device="")
+        session = self._of[anchor] = Session(len(self.ends), anchor, seat)
         return session
+
+    def message_received(self, *_: object) -> None: ...
+
+    def connection_lost(self, connection: Connection, _: object) -> None:
+        session = self._of.pop(connection)
+        self.lanes.close(session)
+        self.lanes.release_all(session)
 
     def _pool(self) -> Any:
         said: list[Request] = []

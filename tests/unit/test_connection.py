@@ -24,15 +24,15 @@ class Met:
         self.ended: asyncio.Future[LookupBufferError | None] = asyncio.Future()
         self._answers = answers
         self.client, node = socket.socketpair()
-        self.connection = Connection(asyncio.get_running_loop(), node, self._hear, self._end)
+        self.connection = Connection(asyncio.get_running_loop(), node, self)
 
-    def _hear(self, connection: Connection, message: Any) -> None:
+    def message_received(self, connection: Connection, message: Any) -> None:
         self.told.append(message)
         for _ in range(self._answers):
             connection.send(["answer"])
         self.open.append(connection.open)
 
-    def _end(self, _: Connection, error: LookupBufferError | None) -> None:
+    def connection_lost(self, _: Connection, error: LookupBufferError | None) -> None:
         self.ended.set_result(error)
 
 

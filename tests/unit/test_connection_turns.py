@@ -76,16 +76,16 @@ class Bench:
         client.setblocking(False)
         self.clients.append(client)
         connection = Connection(
-            self.loop, node, self.hear, self.end, closer=self.closer, pending=self.pending,
+            self.loop, node, self, closer=self.closer, pending=self.pending,
             turns=self.turns,
         )  # fmt: skip
         return client, connection
 
-    def hear(self, connection: Connection, message: Any) -> None:
+    def message_received(self, connection: Connection, message: Any) -> None:
         self.loop.now += STEP_SECONDS
         self.heard.append((self.loop.turn, connection, message))
 
-    def end(self, connection: Connection, error: LookupBufferError | None) -> None:
+    def connection_lost(self, connection: Connection, error: LookupBufferError | None) -> None:
         self.ended[connection] = error
 
     def messages(self, of: Connection) -> list[Any]:
@@ -183,7 +183,7 @@ def test_descriptors_stay_with_their_messages(bench: Bench) -> None:
             taken.append((message[1], os.fstat(descriptor).st_ino))
             os.close(descriptor)
 
-    bench.hear = hear  # type: ignore[method-assign]
+    bench.message_received = hear  # type: ignore[method-assign]
     client, _ = bench.connect()
     inodes = []
     for n in range(6):
@@ -232,11 +232,11 @@ def test_a_message_that_is_not_handled_stops_no_other(bench: Bench) -> None:
     bench.loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
 
     def hear(connection: Connection, message: Any) -> None:
-        Bench.hear(bench, connection, message)
+        Bench.message_received(bench, connection, message)
         if message[1] % 10 == 3:
             raise ValueError(message[1])
 
-    bench.hear = hear  # type: ignore[method-assign]
+    bench.message_received = hear  # type: ignore[method-assign]
     client, connection = bench.connect()
     client.send(frames(30))
     bench.loop.run(50)

@@ -58,6 +58,14 @@ class Lanes:
         return None
 
 
+class Silent:
+    """Who owns a connection on which nothing comes."""
+
+    def message_received(self, *_: object) -> None: ...
+
+    def connection_lost(self, *_: object) -> None: ...
+
+
 class Prefetching(Node):
     """A node with one session, which prefetches."""
 
@@ -67,9 +75,9 @@ class Prefetching(Node):
         ours, self.theirs = socket.socketpair()
         self.theirs.setblocking(False)
         self.locator.found = found
-        connection = Connection(loop, ours, lambda *_: None, lambda *_: None)
-        self.session = Session(5, connection, None)
         none: Any = None
+        connection = Connection(loop, ours, Silent())
+        self.session = Session(5, connection, None)
         lanes: Any = Lanes(fail=by_lane)
         self.prefetches = Prefetches(self.reads, lanes, none, self.counters, {5: self.session})
         self.serving = loop.create_task(self._serve())

@@ -15,7 +15,7 @@ from lookup_buffer.errors import LookupBufferError, MissReason, PipeBroken
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node import handoffs, links, takes
 from lookup_buffer.node.arena import PEER_OWNER, Arena
-from lookup_buffer.node.connection import Connection, Session, Tasks
+from lookup_buffer.node.connection import Connection, MessageProtocol, Session, Tasks
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Askers, Handoffs
 from lookup_buffer.node.items import Pin
@@ -76,9 +76,9 @@ class InMemory(Connection):
     """Messages arrive at the other end after `ONE_WAY_SECONDS`."""
 
     def __init__(
-        self, loop: Any, end: Any, on_message: Any, on_end: Any, macs: None = None, **_: Any
+        self, loop: Any, end: Any, protocol: MessageProtocol, macs: None = None, **_: Any
     ) -> None:
-        self._loop, self._on_message, self._on_end = loop, on_message, on_end
+        self._loop, self._protocol = loop, protocol
         self._open = self._is_heard = True
         self._requests = Tasks()
         self._other_end = end.other
@@ -91,14 +91,14 @@ class InMemory(Connection):
     def _deliver(self, message: Any) -> None:
         connection = self._other_end.connection
         if self._open and connection.open:
-            connection._on_message(connection, message)
+            connection._protocol.message_received(connection, message)
 
     def end(self, error: LookupBufferError | None) -> None:
         """The other end is not told: as if the network were cut."""
         if self._open:
             self._open = False
             self._requests.cancel()
-            self._on_end(self, error)
+            self._protocol.connection_lost(self, error)
 
 
 class Link:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lookup_buffer.node.turns import Turns
+from lookup_buffer.node.turns import Steps, Turns
 from lookup_buffer.times import TURN_SECONDS
 from virtual_loop import VirtualLoop
 
@@ -105,3 +105,23 @@ def test_kinds_that_have_their_own_turns_do_not_delay_each_other(bench: Bench) -
     assert bench.turns.work(Working(bench, "a", 10, 1.01 * TURN_SECONDS))
     assert not Turns(bench.loop).work(Working(bench, "b", 1, 1.01 * TURN_SECONDS))
     assert bench.names() == "ab"
+
+
+def test_what_is_added_makes_no_step_at_once(bench: Bench) -> None:
+    """Who adds it may be in the middle of its own work."""
+    bench.turns.add(Working(bench, "a", 2, 0.0))
+    assert not bench.steps
+    bench.loop.run(1.0)
+    assert bench.names() == "aa"
+
+
+def test_a_step_that_raises_stops_no_other(bench: Bench) -> None:
+    def fail() -> bool:
+        raise ValueError("a bug")
+
+    bench.turns.add(Steps(fail))
+    bench.turns.add(Working(bench, "b", 2, 0.0))
+    with pytest.raises(ValueError, match="a bug"):
+        bench.loop.run(1.0)
+    bench.loop.run(1.0)
+    assert bench.names() == "bb"
