@@ -2,10 +2,12 @@
 
 A client may pass anything that it can open. The close of a socket that lingers, or of a file of a
 file system whose server is stopped, takes as long as its owner likes. A descriptor that was sent
-and not received is closed with the connection, so a connection with unread bytes is closed here,
-too. The threads are daemons: a close that lasts does not delay the end of the node.
+and not received is closed with its socket, so a unix socket is read to its end before. Its other
+end may still have it: it could send for ever, or let a read wait, so the socket is shut down first.
+The threads are daemons: a close that lasts does not delay the end of the node.
 """
 
+import logging
 import os
 import socket
 import struct
@@ -24,8 +26,11 @@ RECEIVED_MAX: Final = 253
 the thread that receives."""
 READ_BYTES: Final = 64 << 10
 EMPTY_MAX: Final = 1000
-"""More than one socket holds."""
+"""Empty messages, more than one socket holds: their end cannot be told from one after the other.
+In a stream there is none."""
 _NO_LINGER: Final = struct.pack("@ii", 0, 0)
+
+_log = logging.getLogger(__name__)
 
 
 class Closer:
@@ -33,7 +38,7 @@ class Closer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: deque[int | socket.socket] = deque()
+        self._waiting: deque[int] = deque()
         self._threads = 0
 
     def close_connection(self, connection: socket.socket) -> None:
@@ -42,14 +47,14 @@ class Closer:
         with suppress(OSError):  # the remote end was first
             connection.shutdown(socket.SHUT_RDWR)
         if _unread_bytes(connection):
-            self.close([connection])
+            self.close([connection.detach()])
         else:
             connection.close()
 
-    def close(self, files: Sequence[int | socket.socket]) -> None:
-        """Close descriptors, and unix sockets with what is unread in them, soon. Never waits."""
+    def close(self, descriptors: Sequence[int]) -> None:
+        """Close descriptors, and those that nobody received from them, soon. Never waits."""
         with self._lock:
-            self._waiting.extend(files)
+            self._waiting.extend(descriptors)
             if not self._waiting or self._threads == CLOSERS_MAX:
                 return
             self._threads += 1
@@ -65,11 +70,17 @@ class Closer:
                 if not self._waiting:
                     self._threads -= 1
                     return
-                file = self._waiting.popleft()
-            if isinstance(file, int):
-                _close(file)
-            else:
-                _drain(file)
+                descriptor = self._waiting.popleft()
+            try:
+                _close(descriptor)
+            except Exception:  # noqa: BLE001 -- this thread is still to close the others
+                _log.exception("a descriptor of a client was not closed; please report this bug")
+
+
+def urgent_in_line(connection: socket.socket) -> None:
+    """Receive urgent data (`MSG_OOB`) like all others. Else the kernel drops them in a call that
+    receives, and closes the descriptors that came with them."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
 
 
 def _unread_bytes(connection: socket.socket) -> int:
@@ -78,31 +89,51 @@ def _unread_bytes(connection: socket.socket) -> int:
 
 
 def _close(descriptor: int) -> None:
-    """Raises nothing: the file is closed also where that reports an error of its file system."""
+    """Close it; before, those that nobody received from it, in which there may be others. The
+    deepest first, so that few are open."""
+    left: list[int | socket.socket] = [descriptor]
+    while left:
+        file = left.pop()
+        connection = _unix_socket(file) if isinstance(file, int) else file
+        if connection is None:
+            continue
+        if found := _receive(connection):
+            left += [connection, *found]
+        else:
+            with suppress(OSError):
+                connection.close()
+
+
+def _unix_socket(descriptor: int) -> socket.socket | None:
+    """A unix socket, to which nothing can be sent any more. Other files are closed: None."""
     try:
         file = socket.socket(fileno=descriptor)
     except OSError:  # it is no socket
-        with suppress(OSError):
+        with suppress(OSError):  # it is closed also where its file system reports an error
             os.close(descriptor)
-        return
+        return None
     if file.family == socket.AF_UNIX:
-        _drain(file)
-        return
+        with suppress(OSError):
+            file.shutdown(socket.SHUT_RD)
+            urgent_in_line(file)
+        return file
     with suppress(OSError), file:
         file.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+    return None
 
 
-def _drain(connection: socket.socket) -> None:
-    """Receive what is left and close it: descriptors that nobody received might linger, also those
-    in a socket that is among them. Linux allows four levels of that. Raises nothing."""
-    with suppress(OSError), connection:
-        connection.setblocking(False)
+def _receive(connection: socket.socket) -> list[int]:
+    """The next descriptors that nobody received, or a connection that nobody accepted; none if that
+    was all."""
+    empty, most = 0, 1 if connection.type == socket.SOCK_STREAM else EMPTY_MAX
+    with suppress(OSError):
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            while True:
-                _drain(connection.accept()[0])
-        empty = 0  # messages; at the end of a stream there seems to be one after the other
-        while empty < EMPTY_MAX:
-            data, descriptors, _, _ = socket.recv_fds(connection, READ_BYTES, RECEIVED_MAX)
-            for descriptor in descriptors:
-                _close(descriptor)
-            empty += not data and not descriptors
+            return [connection.accept()[0].detach()]  # an error, where none waits
+        while empty < most:
+            data, descriptors, _, _ = socket.recv_fds(
+                connection, READ_BYTES, RECEIVED_MAX, socket.MSG_DONTWAIT
+            )
+            if descriptors:
+                return descriptors
+            empty += not data
+    return []

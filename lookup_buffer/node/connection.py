@@ -24,7 +24,7 @@ from termios import TIOCOUTQ
 from typing import Any, Protocol, TypeVar
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
-from lookup_buffer.node.closer import RECEIVED_MAX, Closer
+from lookup_buffer.node.closer import RECEIVED_MAX, Closer, urgent_in_line
 from lookup_buffer.node.shares import Shares, size_of
 from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.framing import MAX_HEADER_BYTES, FrameDecoder, Macs, encode_frame
@@ -157,6 +157,8 @@ class Connection:
         self._requests = Tasks()
         self.pid, self.uid = peer_of(sock) if sock.family == socket.AF_UNIX else (0, -1)
         sock.setblocking(False)
+        if closer is not None:
+            urgent_in_line(sock)
         self._watch(True)
 
     @property

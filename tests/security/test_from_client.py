@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,10 +62,10 @@ def lingering(count: int) -> Iterator[list[int]]:
         yield found
 
 
-def pass_on(client: Raw, frame: bytes, descriptors: list[int]) -> None:
+def pass_on(client: Raw, frame: bytes, descriptors: list[int], flags: int = 0) -> None:
     """Send the descriptors, so that the node has the last ones."""
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
-    client.socket.sendmsg([frame], [rights])
+    client.socket.sendmsg([frame], [rights], flags)
     for descriptor in descriptors:
         os.close(descriptor)
 
@@ -97,11 +98,11 @@ def test_what_lingers_unread_delays_nobody(node: NodeProcess) -> None:
         assert_answers(node)
 
 
-def in_an_unread_message(descriptor: int) -> int:
+def in_an_unread_message(descriptor: int, flags: int = 0) -> int:
     """A socket with a message that nobody received, in which the descriptor is; takes it over."""
     there, here = socket.socketpair()
     with here:
-        socket.send_fds(here, [b"."], [descriptor])
+        socket.send_fds(here, [b"."], [descriptor], flags)
     os.close(descriptor)
     return there.detach()
 
@@ -118,6 +119,77 @@ def test_what_lingers_in_messages_that_nobody_received_is_closed(
         pass_on(client, STATS, sockets)
         assert client.ended()
         wait_until(lambda: node.stats()["open_files"] <= before, 5.0, "all are closed")
+
+
+def test_what_lingers_in_urgent_data_delays_nobody(node: NodeProcess) -> None:
+    """Which the kernel drops where they are not asked for."""
+    with lingering(4) as sockets, raw(node) as client:
+        with node.frozen():
+            client.socket.sendall(STATS)
+            pass_on(client, STATS[:1], sockets[:2], socket.MSG_OOB)
+            pass_on(client, STATS, [in_an_unread_message(sockets[2], socket.MSG_OOB)])
+            pass_on(client, STATS, [in_an_unread_message(sockets[3], socket.MSG_OOB)])
+        assert_answers(node)
+
+
+def test_connections_that_nobody_accepted_are_closed_however_deep(node: NodeProcess) -> None:
+    """Each with the listener of the one before; more often than there are threads."""
+    before = node.stats()["open_files"]
+    for number in range(CLOSERS_MAX + 4):
+        inner = os.open(os.devnull, os.O_RDONLY)
+        for level in range(400):
+            inner = in_an_unaccepted_connection(inner, f"\0{os.getpid()}-{number}-{level}")
+        with raw(node) as client:
+            pass_on(client, STATS, [inner])
+    wait_until(lambda: node.stats()["open_files"] <= before, 5.0, "all are closed")
+
+
+def in_an_unaccepted_connection(descriptor: int, name: str) -> int:
+    """As `in_an_unread_message`: a listener."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(name)
+    listener.listen(1)
+    with socket.socket(socket.AF_UNIX) as here:
+        here.connect(name)
+        socket.send_fds(here, [b"."], [descriptor])
+    os.close(descriptor)
+    return listener.detach()
+
+
+def test_who_still_has_a_passed_socket_cannot_keep_a_thread_with_it(node: NodeProcess) -> None:
+    """One lets reads of it wait, where that is a flag of the file that both have; one writes for
+    ever. The other ends are passed after them, so that none is closed by its owner."""
+    before = node.stats()["open_files"]
+    over = threading.Event()
+    with ExitStack() as stack:
+        stack.callback(over.set)
+        for _ in range(10):
+            pairs = [socket.socketpair() for _ in range(64)]
+            kept = [stack.enter_context(one.dup()) for one, _ in pairs]
+            writers = [stack.enter_context(other.dup()) for _, other in pairs[:8]]
+            for work in (partial(_let_wait, over, kept), partial(_write, over, writers)):
+                threading.Thread(target=work, daemon=True).start()
+            with raw(node) as client:
+                pass_on(client, STATS, [one.detach() for one, _ in pairs])
+                assert client.ended()
+            with raw(node) as client:
+                pass_on(client, STATS, [other.detach() for _, other in pairs])
+                assert client.ended()
+        wait_until(lambda: node.stats()["open_files"] <= before, 5.0, "all are closed")
+
+
+def _let_wait(over: threading.Event, sockets: list[socket.socket]) -> None:
+    with suppress(OSError):  # the block has ended
+        while not over.is_set():
+            for one in sockets:
+                os.set_blocking(one.fileno(), True)
+
+
+def _write(over: threading.Event, sockets: list[socket.socket]) -> None:
+    while not over.is_set():
+        for one in sockets:
+            with suppress(OSError):
+                one.send(bytes(4096), socket.MSG_DONTWAIT)
 
 
 def test_what_lingers_does_not_keep_a_node_from_its_end(start_node: StartNode) -> None:
