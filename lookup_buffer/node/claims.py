@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 from lookup_buffer.errors import BufferFull
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena
-from lookup_buffer.node.connection import Fields, Session, granted
+from lookup_buffer.node.connection import Fields, Session
 from lookup_buffer.node.counters import RENEWED, UNASKED, Counters
 from lookup_buffer.node.held_claims import HeldClaim, HeldClaims
 from lookup_buffer.node.locate import Locator, Waiting
@@ -46,6 +46,7 @@ from lookup_buffer.node.membership import Identity
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.storage import Breaker
+from lookup_buffer.node.turns import granted
 from lookup_buffer.protocol.messages import (
     Claim,
     ClaimAll,

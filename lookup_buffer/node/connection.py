@@ -84,29 +84,6 @@ class Tasks(set["asyncio.Task[Any]"]):
             task.cancel()
 
 
-async def granted(
-    grant: "asyncio.Future[T]", until: float | None, undo: Callable[[T], object] = lambda _: None
-) -> T:
-    """The result of `grant`, which takes effect when it is set: also if that is in the turn of the
-    deadline. If it is in the turn of a cancellation, the result is undone. A grant that comes later
-    finds that it is cancelled.
-
-    Raises:
-        TimeoutError: there is no result at `until`, by the loop's clock.
-    """
-    try:
-        async with asyncio.timeout_at(until):
-            return await grant
-    except TimeoutError:
-        if grant.cancelled():
-            raise
-        return grant.result()
-    except asyncio.CancelledError:
-        if not grant.cancelled():
-            undo(grant.result())
-        raise
-
-
 class MessageProtocol(Protocol):
     """Who owns connections, as `asyncio.Protocol` does."""
 
@@ -132,19 +109,17 @@ class Connection:
         closer: Closer | None = None,
         pending: Shares | None = None,
         turns: Turns | None = None,
+        header_bytes_max: int = MAX_HEADER_BYTES,
     ) -> None:
-        """`closer` is for a client's socket, which passes descriptors, and whose headers are small
-        until `allow_large_headers`. `pending`: see `new_pending`. `turns`: shared with others; its
-        own by default."""
+        """`closer` is for a client's socket, which passes descriptors. `pending`: see
+        `new_pending`. `turns`: shared with others; its own by default. A larger header ends the
+        connection, unless `allow_large_headers` came first."""
         self._loop = loop
         self._socket = sock
         self._protocol = protocol
         self._sends = macs.sends if macs else None
         self._closer = closer
-        self._decoder = FrameDecoder(
-            MAX_HEADER_BYTES if closer is None else HELLO_BYTES_MAX,
-            mac=macs.receives if macs else None,
-        )
+        self._decoder = FrameDecoder(header_bytes_max, mac=macs.receives if macs else None)
         self._output = bytearray()
         self._pending, self._pending_bytes = pending, 0
         self._turns = Turns(loop) if turns is None else turns

@@ -25,13 +25,14 @@ from typing import Any, Final
 from lookup_buffer.config import parse_address
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import TICKET_BITS, Arena
-from lookup_buffer.node.connection import Session, granted
+from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.items import Item, pin_size
 from lookup_buffer.node.locate import Located, Locator
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.owned import Owned
 from lookup_buffer.node.shares import Shares
+from lookup_buffer.node.turns import granted
 from lookup_buffer.protocol.fields import Fallback, MaybeFallback
 from lookup_buffer.protocol.header import DTYPES, TensorHeader
 from lookup_buffer.protocol.messages import Offer, OpenPool, Prepare, Received, Retract, SeenPool

@@ -33,12 +33,12 @@ from typing import Any, Final
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.arena import Arena, Evicting
-from lookup_buffer.node.connection import Connection, granted
+from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.items import Item, Pin
 from lookup_buffer.node.links import Link
 from lookup_buffer.node.owned import Owned
-from lookup_buffer.node.turns import Steps, Turns
+from lookup_buffer.node.turns import Steps, Turns, granted
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import (
     Acknowledge,

@@ -14,7 +14,7 @@ also if its client leaves. If that fails, its memory is released. Called by `ser
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arena import Arena, Evicting
 from lookup_buffer.node.claims import Claims
-from lookup_buffer.node.connection import Connection, Fields, Session, Tasks, granted
+from lookup_buffer.node.connection import Connection, Fields, Session, Tasks
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Arrival, Handoffs
 from lookup_buffer.node.items import Item, Pin
@@ -245,24 +245,6 @@ class Inserts:
             if self.loop.time() >= until:
                 return
 
-    async def _in_turn(
-        self, call: Callable[[], T], undo: Callable[[T], object] = lambda _: None
-    ) -> T:
-        """The result of `call`, which is a step among those of all inserts. If this is cancelled
-        before, there is no call; if in the turn of the call, its result is undone."""
-        done: asyncio.Future[T] = self.loop.create_future()
-
-        def step() -> bool:
-            if not done.done():
-                try:
-                    done.set_result(call())
-                except Exception as error:  # noqa: BLE001 -- the task raises it
-                    done.set_exception(error)
-            return False
-
-        self._turns.work(Steps(step))
-        return await granted(done, None, undo)
-
     def _may_wait(self, one: _Inserting, part: _Part) -> bool:
         """Whether this part may wait, as may the request it belongs to; else it is refused."""
         waits, owner = one.session.waits, one.session.id
@@ -348,7 +330,7 @@ class Inserts:
             if item is not None:
                 self.arena.abandon(item)
 
-        return await self._in_turn(partial(self._reserve, one, part), undo)
+        return await self._turns.run(partial(self._reserve, one, part), undo)
 
     async def _copy_and_store(self, one: _Inserting, reserved: Sequence[Reserved]) -> None:
         try:
@@ -412,7 +394,7 @@ class Inserts:
         """Copy bytes into the reserved memory, which no end of the client interrupts; returns
         their checksums. Nothing writes there any more once this returns or raises."""
         if _is_small(reserved):
-            return await self._in_turn(partial(self._fill, one, reserved))
+            return await self._turns.run(partial(self._fill, one, reserved))
         copying = self.loop.run_in_executor(self._copiers, self._fill, one, reserved)
         try:
             return await asyncio.shield(copying)

@@ -15,6 +15,7 @@ import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
@@ -71,6 +72,8 @@ QUEUED_MAX: Final = 16
 """Bound on the requests that one connection has sent ahead."""
 TOGETHER_BYTES: Final = 4 << 20
 """Items of up to so many bytes are pinned and sent by one call of a thread."""
+TOGETHER_MAX: Final = 64
+"""Bound on their number: what the loop does of them is one step."""
 
 
 class Asked(NamedTuple):
@@ -121,10 +124,12 @@ class PeerServer:
     _trusts: dict[Connection, Trust] = field(default_factory=dict)
     """Of the connections for tensors and hand-offs; those for `doctor` end soon in any case."""
     turns: Turns = field(init=False)
-    """Of the readers."""
+    """Of the readers' requests."""
+    answering: Turns = field(init=False)
+    """Of the answers to them."""
 
     def __post_init__(self) -> None:
-        self.turns = Turns(self.loop)
+        self.turns, self.answering = Turns(self.loop), Turns(self.loop)
 
     def listen(self, address: str) -> str:
         """Bind; returns the address with the actual port.
@@ -273,7 +278,7 @@ class PeerServer:
             together.append(self._reply(one))
             held = together[-1].held
             nbytes += 0 if held is None else held.item.nbytes  # it is pinned in full
-            if nbytes >= TOGETHER_BYTES:
+            if nbytes >= TOGETHER_BYTES or len(together) == TOGETHER_MAX:
                 yield together
                 together, nbytes = [], 0
         if together:
@@ -351,6 +356,13 @@ class PeerServer:
         self._readers.discard(reader)
 
 
+class Left(NamedTuple):
+    """What a socket did not take yet: these replies, but so many bytes of the first."""
+
+    replies: Sequence[Reply]
+    already_sent: int
+
+
 class Reader:
     """A connection on which another node reads tensors. Its requests are answered in order."""
 
@@ -386,27 +398,45 @@ class Reader:
     async def _answer_all(self) -> None:
         try:
             while self._requests:
-                for replies in self._server.replies(self._requests.popleft()):
-                    await self._answer(replies)
+                lists = self._server.replies(self._requests.popleft())
+                while await self._answer(lists):
+                    pass
             self.used_at = self._server.loop.time()
         except (LookupBufferError, RuntimeError):  # the reader left or is too slow; or we close
             self.end()
         finally:
             self.is_busy = False
 
-    async def _answer(self, replies: Sequence[Reply]) -> None:
-        server = self._server
-        nbytes = sum(one.nbytes for one in replies)
+    async def _answer(self, lists: Iterator[list[Reply]]) -> bool:
+        """Send the next list. Returns whether there was one."""
+        send_next = partial(self._send_next, lists)
+        left = await self._server.answering.run(send_next, self._undo)
+        if left is not None and left.replies:
+            job = self._server.send_by_thread(self._sender, *left)
+            await asyncio.wrap_future(job, loop=self._server.loop)
+            self._count(sum(one.nbytes for one in left.replies) - left.already_sent)
+        return left is not None
+
+    def _send_next(self, lists: Iterator[list[Reply]]) -> Left | None:
+        """Send of the next list what the socket takes. None if there is no other."""
+        replies = next(lists, None)
+        if replies is None:
+            return None
         try:
             first, already_sent = self._send_at_once(replies)
         except BaseException:
-            server.release(replies)
+            self._server.release(replies)
             raise
-        server.release(replies[:first])
-        if first < len(replies):
-            job = server.send_by_thread(self._sender, replies[first:], already_sent)
-            await asyncio.wrap_future(job, loop=server.loop)
-        server.counters.add("bytes_served", nbytes)
+        self._server.release(replies[:first])
+        self._count(sum(one.nbytes for one in replies[:first]) + already_sent)
+        return Left(replies[first:], already_sent)
+
+    def _undo(self, left: Left | None) -> None:
+        if left is not None:
+            self._server.release(left.replies)
+
+    def _count(self, nbytes: int) -> None:
+        self._server.counters.add("bytes_served", nbytes)
 
     def _send_at_once(self, replies: Sequence[Reply]) -> tuple[int, int]:
         """Send what the socket takes, so that the reader need not wait until a thread is awake.

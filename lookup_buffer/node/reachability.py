@@ -39,6 +39,7 @@ from lookup_buffer.node.links import (
     send_all,
 )
 from lookup_buffer.node.membership import Directory, Identity
+from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.fields import EXCHANGED_BYTES, is_count
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.messages import (
@@ -78,7 +79,8 @@ LINK_SECONDS: Final = ASK_SECONDS + 1.0
 """Bound on a connection of another node."""
 KNOWN_POLL_SECONDS: Final = 0.1
 DETAIL_CHARACTERS: Final = 300
-_REPLY_BYTES_MAX: Final = EXCHANGED_BYTES + 1024
+_HEADER_BYTES_MAX: Final = EXCHANGED_BYTES + 1024
+"""Of a request, and of its answer. One of MAX_HEADER_BYTES can hold the loop for 0.2 s."""
 
 
 class Result(NamedTuple):
@@ -111,6 +113,7 @@ class Reachability:
         self._directory = directory
         self._credentials = credentials
         self._counters = counters
+        self._turns = Turns(loop)
         self._dialling = asyncio.Lock()
         self._queued = self._reaching = 0
         self._links: dict[Connection, tuple[str, asyncio.TimerHandle]] = {}
@@ -240,7 +243,10 @@ class Reachability:
         if len(self._links) >= LINKS_MAX and not self._make_place(client):
             link.stream.close()
             return
-        connection = Connection(self._loop, link.stream, self, link.macs)
+        connection = Connection(
+            self._loop, link.stream, self, link.macs,
+            turns=self._turns, header_bytes_max=_HEADER_BYTES_MAX,
+        )  # fmt: skip
         timer = self._loop.call_later(LINK_SECONDS, connection.end, None)
         self._links[connection] = client, timer
 
@@ -298,7 +304,7 @@ class _Caller:
         self._stream = link.stream
         self._sends = link.macs.sends if link.macs else None
         receives = link.macs.receives if link.macs else None
-        self._decoder = FrameDecoder(_REPLY_BYTES_MAX, mac=receives)
+        self._decoder = FrameDecoder(_HEADER_BYTES_MAX, mac=receives)
         self._received: list[Any] = []
 
     async def send(self, request: Request) -> None:

@@ -33,6 +33,7 @@ from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.client_process import ClientProcess
 from lookup_buffer.node.closer import Closer
 from lookup_buffer.node.connection import (
+    HELLO_BYTES_MAX,
     Answer,
     Connection,
     Fields,
@@ -256,6 +257,7 @@ class Server:
             closer=self.closer,
             pending=self._pending,
             turns=self._turns,
+            header_bytes_max=HELLO_BYTES_MAX,
         )
         self._of[connection] = None
         if connection.uid not in (os.getuid(), 0):

@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 from lookup_buffer.errors import LookupBufferError, MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena
-from lookup_buffer.node.connection import Connection, Fields, Session, granted
+from lookup_buffer.node.connection import Connection, Fields, Session
 from lookup_buffer.node.handoffs import Handoffs, Lease
 from lookup_buffer.node.items import Pin
 from lookup_buffer.node.links import HANDOFFS, Credentials, again_seconds, dial
@@ -42,7 +42,7 @@ from lookup_buffer.node.transfer import (
     Source,
     Wanted,
 )
-from lookup_buffer.node.turns import Turns
+from lookup_buffer.node.turns import Turns, granted
 from lookup_buffer.protocol.messages import (
     Acknowledge,
     GiveBack,

@@ -33,7 +33,6 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arena import Arena
-from lookup_buffer.node.connection import granted
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.holders import (
     BATCH_BYTES,
@@ -51,6 +50,7 @@ from lookup_buffer.node.links import TENSORS, Credentials, dial
 from lookup_buffer.node.locate import Located
 from lookup_buffer.node.receive import Busy, Missed, Receiver
 from lookup_buffer.node.storage import Breaker
+from lookup_buffer.node.turns import granted
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.times import PEER_IDLE_SECONDS

@@ -1,19 +1,44 @@
 """How the turns of the node's loop are shared, so that nothing holds it for long.
 
-`Turns` is for connections, for the inserts of all clients, and for the hand-offs that wait for
-room. A connection handles its messages in steps, an insert its parts. Together the steps take about
-TURN_SECONDS of each turn of the loop, or one step takes longer. The rest waits, and then each
-worker makes one step in its turn: who sends much delays others by a step. While there is time and
-nobody waits, a step is made at once: a message is handled as soon as it is read. Used on the loop's
-thread only.
+`Turns` is for connections, for answers to other nodes, for the inserts of all clients, and for the
+hand-offs that wait for room. A connection handles its messages in steps, an insert its parts.
+Together the steps take about TURN_SECONDS of each turn of the loop, or one step takes longer. The
+rest waits, and then each worker makes one step in its turn: who sends much delays others by a step.
+While there is time and nobody waits, a step is made at once: a message is handled as soon as it is
+read. Used on the loop's thread only.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from lookup_buffer.times import TURN_SECONDS
+
+T = TypeVar("T")
+
+
+async def granted(
+    grant: "asyncio.Future[T]", until: float | None, undo: Callable[[T], object] = lambda _: None
+) -> T:
+    """The result of `grant`, which takes effect when it is set: also if that is in the turn of the
+    deadline. If it is in the turn of a cancellation, the result is undone. A grant that comes later
+    finds that it is cancelled.
+
+    Raises:
+        TimeoutError: there is no result at `until`, by the loop's clock.
+    """
+    try:
+        async with asyncio.timeout_at(until):
+            return await grant
+    except TimeoutError:
+        if grant.cancelled():
+            raise
+        return grant.result()
+    except asyncio.CancelledError:
+        if not grant.cancelled():
+            undo(grant.result())
+        raise
 
 
 class Worker(Protocol):
@@ -53,6 +78,21 @@ class Turns:
         """Let `worker`, which does not wait, do its steps after those that wait: none at once."""
         self._waiting.append(worker)
         self._schedule()
+
+    async def run(self, call: Callable[[], T], undo: Callable[[T], object] = lambda _: None) -> T:
+        """The result of `call`, which is a step. If this is cancelled before, there is no call; if
+        in the turn of the call, its result is undone."""
+        done: asyncio.Future[T] = self._loop.create_future()
+
+        def step() -> None:
+            if not done.done():
+                try:
+                    done.set_result(call())
+                except Exception as error:  # noqa: BLE001 -- the task raises it
+                    done.set_exception(error)
+
+        self.work(Steps(step))
+        return await granted(done, None, undo)
 
     def _step(self, worker: Worker) -> bool:
         began = self._loop.time()

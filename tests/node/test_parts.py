@@ -271,12 +271,12 @@ def test_a_holder_that_stops_for_a_moment_in_the_middle_has_not_failed(
     answer = peers.Reader._answer
     answers = 0
 
-    async def stop(reader: peers.Reader, replies: Any) -> None:
+    async def stop(reader: peers.Reader, lists: Any) -> bool:
         nonlocal answers
         answers += 1
-        if answers > 6:
-            await asyncio.sleep(2.0 if answers == 7 else 0.0)
-        await answer(reader, replies)
+        if answers > 12:
+            await asyncio.sleep(2.0 if answers == 13 else 0.0)
+        return await answer(reader, lists)
 
     async def test(one: Far) -> None:
         monkeypatch.setattr(peers.Reader, "_answer", stop)
@@ -295,11 +295,11 @@ def test_nor_has_one_that_stops_in_the_middle_of_a_batch(
     answer = peers.Reader._answer
     answers = 0
 
-    async def stop(reader: peers.Reader, replies: Any) -> None:
+    async def stop(reader: peers.Reader, lists: Any) -> bool:
         nonlocal answers
         answers += 1
         await asyncio.sleep(2.0 if answers == 2 else 0.0)
-        await answer(reader, replies)
+        return await answer(reader, lists)
 
     async def test(one: Far) -> None:
         batch = [one.wanted(*inserted(one.bench, f"k{n}", MIB)) for n in range(3)]
@@ -309,7 +309,7 @@ def test_nor_has_one_that_stops_in_the_middle_of_a_batch(
             fetched = await asyncio.wait_for(coming, scaled(20.0))
             assert fetched.held is not None, fetched.reason
             one.arena.release([fetched.held.ticket], FETCH_OWNER)
-        assert answers == 3, "each was asked for once"
+        assert answers == 4, "each was asked for once, and then for the end"
 
     far(test)
 

@@ -6,8 +6,10 @@ and no other node takes bytes from it.
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,11 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.links import HANDOFFS, REACHABILITY, TENSORS, Credentials, dial
 from lookup_buffer.node.membership import Identity
-from lookup_buffer.node.peers import ITEMS_MAX, LINKS_PER_CLIENT
+from lookup_buffer.node.peers import ITEMS_MAX, LINKS_PER_CLIENT, Asked, PeerServer, Reply
 from lookup_buffer.node.reachability import LINKS_MAX
 from lookup_buffer.protocol import messages
+from lookup_buffer.protocol.fields import EXCHANGED_BYTES
+from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import ClaimOutcome
 from lookup_buffer.protocol.stream import FramedSocket
@@ -426,6 +430,61 @@ def test_it_takes_no_places_from_others_that_look_whether_they_reach_a_node(
         finally:
             for link in links:
                 link.abort()
+
+    on_a_loop(test, Credentials(None, certified.tls("node-b")))
+
+
+def test_it_sends_no_larger_requests_than_it_needs_to_look_whether_it_reaches_a_node(
+    certified: Files,
+) -> None:
+    """Large headers on all of its connections at once held the loop for many seconds."""
+
+    async def test(bench: Bench) -> None:
+        credentials = Credentials(None, certified.tls("reader", reader=True))
+        dialled = await dial(bench.loop, bench.location, bench.endpoint, REACHABILITY, credentials)
+        with closing(dialled.stream):
+            await until(lambda: bench.reachability._links)
+            request = {"id": 1, "op": "exchange", "data": bytes(2 * EXCHANGED_BYTES)}
+            dialled.stream.send(encode_frame(request)[:1000])  # the rest need not come
+            await until(lambda: not bench.reachability._links)
+        assert bench.counters._totals["protocol_errors"] == 1
+
+    on_a_loop(test, Credentials(None, certified.tls("node-b")))
+
+
+def test_answers_on_all_of_its_connections_together_do_not_hold_the_loop(
+    certified: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = PeerServer._reply
+
+    def slow_reply(server: PeerServer, asked: Asked) -> Reply:
+        time.sleep(0.001)
+        return reply(server, asked)
+
+    async def test(bench: Bench) -> None:
+        credentials = Credentials(None, certified.tls("reader", reader=True))
+        monkeypatch.setattr(PeerServer, "_reply", slow_reply)
+        absent = [NAMESPACE, "absent", "boot", 1]
+        with ExitStack() as stack:
+            links = []
+            for _ in range(LINKS_PER_CLIENT):
+                made = await dial(bench.loop, bench.location, bench.endpoint, TENSORS, credentials)
+                links.append(stack.enter_context(closing(made.framed())))
+            for link in links:
+                link.send({"op": "get", "items": [absent] * ITEMS_MAX}, timeout=5.0)
+
+            def receive() -> None:
+                for link in links:
+                    for _ in range(ITEMS_MAX):
+                        assert link.recv_header(timeout=scaled(10.0)).header == {"status": "stale"}
+
+            answered, turns = asyncio.create_task(asyncio.to_thread(receive)), [bench.loop.time()]
+            while not answered.done():
+                await asyncio.sleep(0)
+                turns.append(bench.loop.time())
+            await answered
+        longest = max(later - earlier for earlier, later in pairwise(turns))
+        assert longest < (turns[-1] - turns[0]) / 4
 
     on_a_loop(test, Credentials(None, certified.tls("node-b")))
 
