@@ -199,17 +199,7 @@ def open_end(
     deadline = time.monotonic() + timeout
     if listen:
         return _ListeningPipe(address, token, limits, deadline)
-    session = secrets.token_hex(16)
-    connection = address.connect(deadline, "dialler")
-    try:
-        _wait_for_listener(address, connection, deadline)
-        link = address.link(session, deadline, limits.silence_seconds, listens=False)
-        expiry = b"%d" % int(SESSION_SECONDS * 1000)
-        announcement = (b"RPUSH", address.session_list, session.encode())
-        connection.send([announcement, (b"PEXPIRE", address.session_list, expiry)], deadline)
-        connection.read_replies(deadline)
-    finally:
-        connection.close()
+    link = _announced_link(address, deadline, limits.silence_seconds)
     try:
         client_handshake(link, token, deadline)
     except BaseException:
@@ -219,6 +209,26 @@ def open_end(
     pipe = StreamPipe(uri, limits)
     pipe.add_remote_end(link)
     return pipe
+
+
+def _announced_link(address: _Address, deadline: float, silence_seconds: float) -> RedisLink:
+    """A link for a new session, whose id was sent to the listening end."""
+    session = secrets.token_hex(16)
+    expiry = b"%d" % int(SESSION_SECONDS * 1000)
+    announcement = (b"RPUSH", address.session_list, session.encode())
+    connection = address.connect(deadline, "dialler")
+    try:
+        _wait_for_listener(address, connection, deadline)
+        link = address.link(session, deadline, silence_seconds, listens=False)
+        try:
+            connection.send([announcement, (b"PEXPIRE", address.session_list, expiry)], deadline)
+            connection.read_replies(deadline)
+        except BaseException:
+            link.close()
+            raise
+    finally:
+        connection.close()
+    return link
 
 
 def _wait_for_listener(address: _Address, connection: Resp3Connection, deadline: float) -> None:
