@@ -137,10 +137,13 @@ class _ListeningPipe(StreamPipe):
             self._connection.subscribe(address.listener_channel, deadline)
             if self._connection.subscribers(address.listener_channel, deadline) > 1:
                 raise ConfigError(f"another end already listens at pipe {address.name}")
+            threading.Thread(target=self._accept, name="lb-pipe-accept", daemon=True).start()
+        except RuntimeError as error:
+            self._connection.close()
+            raise PipeBroken(f"the system does not allow to listen: {error}") from error
         except BaseException:
             self._connection.close()
             raise
-        threading.Thread(target=self._accept, name="lb-pipe-accept", daemon=True).start()
 
     def close(self) -> None:
         self._stop_listening()

@@ -1,4 +1,7 @@
-"""Pipes where the system grants no thread or descriptor: that connection is lost, nothing else."""
+"""Pipes where the system grants no thread or descriptor: that connection is lost, nothing else.
+
+And an end that cannot listen says so, and leaves nothing.
+"""
 
 import errno
 import os
@@ -9,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from contract_pipe import SMALL, SOON_SECONDS, Threads, block, closing, same, threads
-from lookup_buffer.errors import PipeBroken
+from contract_pipe import LARGE, SMALL, SOON_SECONDS, Threads, block, closing, same, threads
+from lookup_buffer.errors import PipeBroken, PipeError
 from lookup_buffer.pipes import KVPipe, open_pipe
 from nodes import wait_until
 from raw_ends import RawEnd
@@ -33,6 +36,11 @@ def exchange(a: KVPipe, b: KVPipe) -> None:
     for sender, receiver in ((a, b), (b, a)):
         sender.send_tensor(block(SMALL), "k")
         assert same(receiver.recv_tensor("k", timeout=SOON_SECONDS), block(SMALL))
+
+
+def settles(before: tuple[int, int]) -> None:
+    """Also the listening end, on a thread of its own, has done with the connection."""
+    wait_until(lambda: is_within(before), SOON_SECONDS, f"as before, {before}")
 
 
 @contextmanager
@@ -71,9 +79,10 @@ def leaves_nothing(closing: ExitStack, uri: str, name: str) -> None:
     a = open_pipe(uri, listen=True)
     closing.callback(a.abort)
     before = in_use()
-    with without_threads(name), pytest.raises(PipeBroken) as caught:
-        open_pipe(a.uri)
-    wait_until(lambda: is_within(before), SOON_SECONDS, f"{before}: {in_use()}")
+    with without_threads(name):
+        with pytest.raises(PipeBroken) as caught:
+            open_pipe(a.uri)
+        settles(before)
     assert caught.value.__traceback__, "it holds what only a garbage collection would close"
     b = open_pipe(a.uri)
     closing.callback(b.abort)
@@ -96,6 +105,53 @@ def test_a_listening_end_and_its_callers_lose_only_that_connection(
     exchange(listening, other)
 
 
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_an_end_without_a_thread_to_accept_leaves_nothing(tmp_path: Path, scheme: str) -> None:
+    cannot_listen(f"{scheme}://{tmp_path}/pipe" if scheme == "shm" else f"{scheme}://127.0.0.1:0")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_end_through_a_database_without_a_thread_to_accept_leaves_nothing(
+    valkey_server: EmbeddedServer,
+) -> None:
+    cannot_listen(f"{valkey_server.url}?pipe=accept")
+
+
+def cannot_listen(uri: str) -> None:
+    others, _ = in_use()
+    open_pipe(uri, listen=True).close()  # which imports what it needs
+    wait_until(lambda: in_use()[0] == others, SOON_SECONDS, "its thread ended")
+    before = in_use()
+    with without_threads("lb-pipe-accept"), pytest.raises(PipeBroken) as caught:
+        open_pipe(uri, listen=True)
+    assert is_within(before), "without a garbage collection"
+    assert caught.value.__traceback__
+
+
+def test_both_ends_break_if_one_has_no_thread_to_make_the_communicator(
+    closing: ExitStack, threads: Threads
+) -> None:
+    a = open_pipe("gloo://127.0.0.1:0", listen=True)
+    b = open_pipe(a.uri)
+    for pipe in (a, b):
+        closing.callback(pipe.abort)
+    b.send_tensor(block(LARGE))
+    with without_threads("lb-pipe-pair"), pytest.raises(PipeBroken, match="thread"):
+        a.recv_tensor(timeout=SOON_SECONDS)
+    with pytest.raises(PipeError):
+        b.recv_tensor(timeout=SOON_SECONDS)
+
+
+def test_memory_is_shared_without_a_thread_that_prefaults_it(tmp_path: Path) -> None:
+    with without_threads("lb-populate"):
+        a = open_pipe(f"shm://{tmp_path}/pipe", listen=True)
+        b = open_pipe(a.uri)
+        b.send_tensor(block(LARGE))
+        assert same(a.recv_tensor(timeout=SOON_SECONDS), block(LARGE))
+        b.close()
+        a.close()
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_connection_without_a_descriptor_leaves_nothing(
     listening: KVPipe, closing: ExitStack, number: int
@@ -103,7 +159,7 @@ def test_a_connection_without_a_descriptor_leaves_nothing(
     before = in_use()
     with without_events([number]), RawEnd(listening) as raw:
         assert raw.hung_up()
-    wait_until(lambda: is_within(before), SOON_SECONDS, f"{before}: {in_use()}")
+    settles(before)
     other = open_pipe(listening.uri)
     closing.callback(other.abort)
     exchange(listening, other)
@@ -111,6 +167,7 @@ def test_a_connection_without_a_descriptor_leaves_nothing(
 
 def test_connecting_without_a_descriptor_breaks_the_pipe(listening: KVPipe) -> None:
     before = in_use()
-    with without_events(range(100)), pytest.raises(PipeBroken):
-        open_pipe(listening.uri)
-    wait_until(lambda: is_within(before), SOON_SECONDS, f"{before}: {in_use()}")
+    with without_events(range(100)):
+        with pytest.raises(PipeBroken):
+            open_pipe(listening.uri)
+        settles(before)

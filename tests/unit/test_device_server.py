@@ -1,4 +1,5 @@
-"""PoolServer where the system grants no thread: it loses that pair, and nothing else."""
+"""PoolServer where the system grants no thread: it loses that pair, and nothing else; or it does
+not start."""
 
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ from lookup_buffer.device.pool import DevicePool
 from lookup_buffer.device.protocol import make_upgrade, pipe_memory, version_of
 from lookup_buffer.device.server import PoolServer
 from lookup_buffer.device.stats import LaneStats
+from lookup_buffer.errors import PipeBroken
 from lookup_buffer.pipes.connect import open_tcp_end
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.protocol.auth import LANE
@@ -26,13 +28,17 @@ LIMITS = PipeLimits(silence_seconds=SECONDS)
 PROBE = {"ask": 1, "pool": "another", "namespace": "n", "key": "k", "mark": 1}
 
 
-@pytest.fixture
-def server() -> Iterator[PoolServer]:
-    stats = LaneStats("gloo")
-    server = PoolServer(
+def started(stats: LaneStats) -> PoolServer:
+    return PoolServer(
         DevicePool(1 << 20), MEMORY, VERSION, "pool",
         host=HOST, token=None, limits=LIMITS, stats=stats,
     )  # fmt: skip
+
+
+@pytest.fixture
+def server() -> Iterator[PoolServer]:
+    stats = LaneStats("gloo")
+    server = started(stats)
     yield server
     server.close()
     assert not stats.counts(), "a limit on threads is no failure of the device"
@@ -63,3 +69,11 @@ def test_a_pair_without_its_threads_leaves_nothing(server: PoolServer, name: str
         assert raw.hung_up()
     wait_until(lambda: is_within(before), SECONDS, f"{before}: {in_use()}")
     assert answers(server)
+
+
+def test_without_a_thread_to_accept_it_does_not_start_and_leaves_nothing() -> None:
+    before = in_use()
+    with without_threads("lb-lane-accept"), pytest.raises(PipeBroken) as caught:
+        started(LaneStats("gloo"))
+    assert is_within(before), "without a garbage collection"
+    assert caught.value.__traceback__
