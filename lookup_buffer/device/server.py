@@ -58,6 +58,7 @@ class PoolServer:
 
     Raises:
         ConfigError: this process cannot listen at `host`, or that is no single address.
+        PipeBroken: the system grants no thread to listen.
     """
 
     def __init__(
@@ -97,13 +98,8 @@ class PoolServer:
         self.port = int(shown.rpartition(":")[2])
         self.served = 0
         """Number of tensors sent."""
-        self._accepting = threading.Thread(
-            target=Acceptor(INCOMING_PAIRS_MAX + UNADMITTED_MAX, "lb-lane-peer").serve,
-            args=(self._listener, self._handshake),
-            name="lb-lane-accept",
-            daemon=True,
-        )
-        self._accepting.start()
+        acceptor = Acceptor(INCOMING_PAIRS_MAX + UNADMITTED_MAX, "lb-lane-peer")
+        acceptor.start(self._listener, self._handshake, "lb-lane-accept")
 
     def pairs(self) -> int:
         with self._lock:

@@ -3,9 +3,9 @@
 The insert is answered after the store has the record, so that from then on every node finds the
 hand-off, or the reason that its owner died. If the record names another node, this node queries
 whether that one still has the key. If yes, the local item is dropped and the client gets `exists`.
-If no, or if that node is dead, its location is withdrawn and ours is published. An unreachable node
-is queried again until it is judged dead, or until the insert's deadline. Until then no taker gets
-the item.
+If no, or if that node is dead, its location is withdrawn and ours is published. A node that is
+unreachable, or does not answer in time, is queried again until it is judged dead, or until the
+insert's deadline. Until then no taker gets the item.
 
 If the store is down, the insert is answered without it. The record is published later, and a key
 that is on two nodes by then becomes one. Called by `insert` and, with the store's results, by

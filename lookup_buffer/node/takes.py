@@ -58,6 +58,7 @@ from lookup_buffer.times import (
     LEASE_ANSWER_SECONDS,
     NODE_SHARE,
     OWNER_IDLE_SECONDS,
+    PEER_ANSWER_SECONDS,
 )
 from store import Location
 
@@ -139,9 +140,16 @@ class Owner:
     def acknowledge(self, token: int) -> "asyncio.Future[OwnerReply]":
         return self._ask(Acknowledge(next(self._numbers), token))
 
-    def holds(self, address: QualifiedKey) -> "asyncio.Future[OwnerReply]":
-        """Whether it has the item: present or absent."""
-        return self._ask(Holds(next(self._numbers), *address))
+    async def holds(self, address: QualifiedKey) -> OwnerReply:
+        """Whether it has the item: present or absent; UNREACHED if it does not answer in time."""
+        request = Holds(next(self._numbers), *address)
+        try:
+            async with asyncio.timeout(PEER_ANSWER_SECONDS):
+                return await self._ask(request)
+        except TimeoutError:
+            return UNREACHED
+        finally:
+            self._asked.pop(request.id, None)
 
     def give_back(self, token: int) -> None:
         """Without a connection it is not needed: with its end the owner has the item back."""

@@ -6,7 +6,6 @@ end connects and does its handshake on the caller's thread. A scheme with a comm
 """
 
 import socket
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -100,10 +99,7 @@ class _ListeningPipe(StreamPipe):
         super().__init__(f"{scheme}://{address}", limits, memory)
         self._token = token
         self._upgrade = upgrade
-        serving = (self._listener, self._handshake)
-        threading.Thread(
-            target=Acceptor().serve, args=serving, name="lb-pipe-accept", daemon=True
-        ).start()
+        Acceptor().start(self._listener, self._handshake, "lb-pipe-accept")
 
     def close(self) -> None:
         self._stop_listening()

@@ -240,7 +240,16 @@ class FrameReader:
         """When the reader thread calls `on_flush` next; None if it is not scheduled."""
         self._caller_has_read = False
         """A waiting caller has read since the last `on_flush`."""
-        self._pollers = _Pollers(link) if isinstance(link, FramedSocket) else None
+        self._pollers: _Pollers | None = None
+
+    def open(self) -> None:
+        """Call it before anything else. If `run` is not called after it, call `close`.
+
+        Raises:
+            OSError: the system grants no descriptor.
+        """
+        if isinstance(self._link, FramedSocket):
+            self._pollers = _Pollers(self._link)
 
     def run(self) -> None:
         """The reader thread's loop. It ends after the remote end's "bye", or if the link fails."""
@@ -260,7 +269,7 @@ class FrameReader:
         except LookupBufferError as error:
             self._on_failure(error)
         finally:
-            self._close()
+            self.close()
 
     def _wait(self, seconds: float) -> bool:
         if self._pollers is None:
@@ -374,8 +383,9 @@ class FrameReader:
         else:
             self.resume_thread()
 
-    def _close(self) -> None:
-        """End reading. The end of the link wakes a caller that still reads."""
+    def close(self) -> None:
+        """End reading; `run` calls it at its end. The end of the link wakes a caller that still
+        reads."""
         with self._read_lock:
             self._ended = True
         if self._pollers is not None:
@@ -404,7 +414,12 @@ class _Pollers:
 
     def __init__(self, link: FramedSocket) -> None:
         self.link = link
-        self.thread, self.caller = _LinkPoller(link.descriptor), _LinkPoller(link.descriptor)
+        self.thread = _LinkPoller(link.descriptor)
+        try:
+            self.caller = _LinkPoller(link.descriptor)
+        except OSError:
+            self.thread.close()
+            raise
 
 
 class _LinkPoller:
@@ -412,13 +427,18 @@ class _LinkPoller:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._epoll = select.epoll()
-        self._epoll.register(descriptor, select.EPOLLIN)
         self._watches_link = True
-        self._ready = os.eventfd(1)
-        """Always readable; `wake` enables it for one wait."""
-        self._epoll.register(self._ready, 0)
         self._lock = threading.Lock()
+        self._epoll = select.epoll()
+        self._ready = -1
+        """Always readable; `wake` enables it for one wait."""
+        try:
+            self._ready = os.eventfd(1)
+            self._epoll.register(descriptor, select.EPOLLIN)
+            self._epoll.register(self._ready, 0)
+        except OSError:
+            self.close()
+            raise
 
     def wait(self, seconds: float) -> bool:
         """Wait up to `seconds`. Returns whether the link is readable or has ended."""
@@ -442,4 +462,5 @@ class _LinkPoller:
     def close(self) -> None:
         with self._lock:
             self._epoll.close()
-            os.close(self._ready)
+            if self._ready >= 0:
+                os.close(self._ready)

@@ -12,7 +12,7 @@ The remote end's threads write and read; a thread of its own makes the communica
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Protocol
 
 from lookup_buffer.errors import (
@@ -191,18 +191,19 @@ class PairLink:
             if self._making or self._ended:
                 return
             self._making = True
-        threading.Thread(target=self._make_communicator, name="lb-pipe-pair", daemon=True).start()
+        making = threading.Thread(target=self._make_communicator, name="lb-pipe-pair", daemon=True)
+        try:
+            making.start()
+        except RuntimeError as error:
+            self._not_made(PipeBroken(f"the system does not allow a communicator: {error}"))
 
     def _make_communicator(self) -> None:
         try:
             communicator = self._make(self._exchange, time.monotonic() + self._make_seconds)
         except Exception as error:  # noqa: BLE001 -- a device's too: threads wait for the result
             kind = type(error) if isinstance(error, LookupBufferError) else PipeBroken
-            with self._changed:
-                # Without its traceback, which would keep descriptors.
-                self._error = kind(str(error))
-                self._changed.notify_all()
-            self._link.abort()  # threads that read or write fail at once, at both ends
+            # Without its traceback, which would keep descriptors.
+            self._not_made(kind(str(error)))
             return
         with self._changed:
             if not self._ended:
@@ -210,6 +211,12 @@ class PairLink:
                 self._changed.notify_all()
                 return
         communicator.abort()
+
+    def _not_made(self, error: LookupBufferError) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+        self._link.abort()  # threads that read or write fail at once, at both ends
 
     def _await_communicator(self, *, beat: bool) -> Communicator:
         """Wait until the communicator is made, for a bounded time. With `beat`, send beats
@@ -229,7 +236,8 @@ class PairLink:
 
     def _end(self, seconds: float) -> None:
         """Abort the communicator on another thread, and wait for that up to `seconds`. The abort
-        wakes the threads that use the communicator; it has been seen to hang."""
+        wakes the threads that use the communicator; it has been seen to hang. If the system grants
+        no thread, they wait until their deadlines."""
         with self._changed:
             if self._ended:
                 return
@@ -241,8 +249,9 @@ class PairLink:
             aborting = threading.Thread(
                 target=communicator.abort, name="lb-pipe-abort", daemon=True
             )
-            aborting.start()
-            aborting.join(seconds)
+            with suppress(RuntimeError):
+                aborting.start()
+                aborting.join(seconds)
 
     def _send_control(self, header: list[Any], before: Header | None = None) -> None:
         with self._sending, self._raising_reason():

@@ -137,10 +137,13 @@ class _ListeningPipe(StreamPipe):
             self._connection.subscribe(address.listener_channel, deadline)
             if self._connection.subscribers(address.listener_channel, deadline) > 1:
                 raise ConfigError(f"another end already listens at pipe {address.name}")
+            threading.Thread(target=self._accept, name="lb-pipe-accept", daemon=True).start()
+        except RuntimeError as error:
+            self._connection.close()
+            raise PipeBroken(f"the system does not allow to listen: {error}") from error
         except BaseException:
             self._connection.close()
             raise
-        threading.Thread(target=self._accept, name="lb-pipe-accept", daemon=True).start()
 
     def close(self) -> None:
         self._stop_listening()
@@ -199,17 +202,7 @@ def open_end(
     deadline = time.monotonic() + timeout
     if listen:
         return _ListeningPipe(address, token, limits, deadline)
-    session = secrets.token_hex(16)
-    connection = address.connect(deadline, "dialler")
-    try:
-        _wait_for_listener(address, connection, deadline)
-        link = address.link(session, deadline, limits.silence_seconds, listens=False)
-        expiry = b"%d" % int(SESSION_SECONDS * 1000)
-        announcement = (b"RPUSH", address.session_list, session.encode())
-        connection.send([announcement, (b"PEXPIRE", address.session_list, expiry)], deadline)
-        connection.read_replies(deadline)
-    finally:
-        connection.close()
+    link = _announced_link(address, deadline, limits.silence_seconds)
     try:
         client_handshake(link, token, deadline)
     except BaseException:
@@ -219,6 +212,26 @@ def open_end(
     pipe = StreamPipe(uri, limits)
     pipe.add_remote_end(link)
     return pipe
+
+
+def _announced_link(address: _Address, deadline: float, silence_seconds: float) -> RedisLink:
+    """A link for a new session, whose id was sent to the listening end."""
+    session = secrets.token_hex(16)
+    expiry = b"%d" % int(SESSION_SECONDS * 1000)
+    announcement = (b"RPUSH", address.session_list, session.encode())
+    connection = address.connect(deadline, "dialler")
+    try:
+        _wait_for_listener(address, connection, deadline)
+        link = address.link(session, deadline, silence_seconds, listens=False)
+        try:
+            connection.send([announcement, (b"PEXPIRE", address.session_list, expiry)], deadline)
+            connection.read_replies(deadline)
+        except BaseException:
+            link.close()
+            raise
+    finally:
+        connection.close()
+    return link
 
 
 def _wait_for_listener(address: _Address, connection: Resp3Connection, deadline: float) -> None:

@@ -90,8 +90,20 @@ class RemoteEnd:
         ]
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        """Start the two threads.
+
+        Raises:
+            PipeBroken: the system grants no thread or descriptor. The connection is then ended.
+        """
+        try:
+            self._reader.open()
+            for thread in self._threads:  # the one that reads is last
+                thread.start()
+        except (OSError, RuntimeError) as error:
+            why = f"the system does not allow another connection: {error}"
+            self.abort(PipeBroken(why))
+            self._reader.close()
+            raise PipeBroken(why) from error
 
     # -- receiving
 

@@ -16,7 +16,6 @@ import fcntl
 import os
 import socket
 import stat
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -56,10 +55,11 @@ class _ListeningPipe(StreamPipe):
         self._memory_bytes = limits.buffer_bytes
         self._token = token
         self._file = SocketFile(path)
-        serving = (self._file.listener, self._handshake)
-        threading.Thread(
-            target=Acceptor().serve, args=serving, name="lb-pipe-accept", daemon=True
-        ).start()
+        try:
+            Acceptor().start(self._file.listener, self._handshake, "lb-pipe-accept")
+        except PipeBroken:
+            self._file.close()
+            raise
 
     def close(self) -> None:
         self._file.close()

@@ -55,7 +55,12 @@ class StreamPipe(KVPipe):
         """The error for callers once this end was closed or aborted here."""
 
     def add_remote_end(self, link: FrameStream, region: SharedRegion | None = None) -> None:
-        """Add the remote end of a new connection."""
+        """Add the remote end of a new connection.
+
+        Raises:
+            PipeBroken: the system grants no thread or descriptor for it. The connection is then
+                ended, and this end of the pipe is as before.
+        """
         on_idle = self._memory.trim
         remote_end = RemoteEnd(link, self._inbox, self._limits, self._remove, region, on_idle)
         with self._changed:
@@ -203,8 +208,9 @@ class StreamPipe(KVPipe):
 
     def _remove(self, remote_end: RemoteEnd, why: LookupBufferError) -> None:
         with self._changed:
-            if remote_end in self._remote_ends:
-                self._remote_ends.remove(remote_end)
+            if remote_end not in self._remote_ends:
+                return  # it was not added
+            self._remote_ends.remove(remote_end)
             if self._remote_ends or self._end is not None:
                 return
             self._lost = why

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from lookup_buffer.errors import PipeBroken
+
 HANDSHAKES_MAX: Final = 256
 """Default limit of an acceptor, and length of the kernel's queue of connections."""
 HANDSHAKE_SECONDS: Final = 5.0
@@ -24,6 +26,21 @@ class Acceptor:
     def __init__(self, limit: int = HANDSHAKES_MAX, thread_name: str = "lb-pipe-handshake") -> None:
         self._slots = threading.BoundedSemaphore(limit)
         self._thread_name = thread_name
+
+    def start(
+        self, listener: socket.socket, handle: Callable[[socket.socket], object], thread_name: str
+    ) -> None:
+        """As `serve`, on a thread of that name.
+
+        Raises:
+            PipeBroken: the system grants no thread. The listener is then closed.
+        """
+        serving = (listener, handle)
+        try:
+            threading.Thread(target=self.serve, args=serving, name=thread_name, daemon=True).start()
+        except RuntimeError as error:
+            listener.close()
+            raise PipeBroken(f"the system does not allow to listen: {error}") from error
 
     def serve(self, listener: socket.socket, handle: Callable[[socket.socket], object]) -> None:
         """Run `handle` for each connection until the listener is shut down; then close it.

@@ -17,6 +17,7 @@ import fcntl
 import mmap
 import os
 import threading
+from contextlib import suppress
 from typing import Final
 
 from lookup_buffer.errors import ProtocolError
@@ -62,15 +63,17 @@ class Mapping:
         """Fault the pages in on a separate thread, so that later copies have no page faults.
 
         Runs once; further calls do nothing. `most_bytes` limits it to that many bytes from the
-        start.
+        start. If the system grants no thread, nothing is done.
         """
         if self._populating is not None:
             return
         stop = self.nbytes if most_bytes is None else min(most_bytes, self.nbytes)
-        self._populating = threading.Thread(
+        thread = threading.Thread(
             target=self.populate, args=(skip_bytes, stop), name="lb-populate", daemon=True
         )
-        self._populating.start()
+        with suppress(RuntimeError):
+            thread.start()
+            self._populating = thread
 
     def populate(self, start: int, stop: int) -> None:
         """Fault in the pages of [start, stop), in steps, without the GIL."""

@@ -18,6 +18,7 @@ from patience import quickest
 from payloads import block
 from servers import PASSWORD, StartServer, TlsServer, flush, frozen
 from store import EmbeddedServer
+from thread_limits import in_use, is_within
 
 __all__ = ["closing", "threads"]
 URI = "{}?pipe=faults"
@@ -195,6 +196,21 @@ def test_keys_of_a_killed_end_expire(valkey_server: EmbeddedServer, threads: Thr
             receiving.result(SOON_SECONDS)
             a.recv_tensor(timeout=SOON_SECONDS)
     assert all(0 < left <= EXPIRY_SECONDS * 1000 for left in lives(valkey_server.url).values())
+
+
+def test_an_end_that_cannot_announce_itself_closes_its_connections(
+    valkey_server: EmbeddedServer, closing: ExitStack
+) -> None:
+    """A listening end is connected, and the key of its list has a value of another type."""
+    closing.callback(flush, valkey_server.url)
+    listener = closing.enter_context(connection_to(valkey_server.url))
+    listener.request((b"SET", b"lb:pipe:unheard:door", b"no list"), soon())
+    listener.subscribe(b"lb:pipe:unheard:door@0", soon())
+    before = in_use()
+    with pytest.raises(PipeBroken, match="WRONGTYPE") as caught:
+        open_pipe(f"{valkey_server.url}?pipe=unheard", timeout=SOON_SECONDS)
+    assert is_within(before), "without a garbage collection"
+    assert caught.value.__traceback__
 
 
 def test_every_wait_ends_when_the_database_is_killed(

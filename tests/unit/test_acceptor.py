@@ -3,27 +3,12 @@
 import queue
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import pytest
 
 from lookup_buffer.protocol.acceptor import Acceptor, listening_socket
 from patience import scaled
+from thread_limits import without_threads
 
 SECONDS = 5.0
-
-
-@contextmanager
-def without_threads() -> Iterator[None]:
-    """As under `RLIMIT_NPROC`, or without memory."""
-
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
-        yield
 
 
 def test_a_connection_without_a_thread_is_closed_and_the_next_one_served() -> None:

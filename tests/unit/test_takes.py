@@ -17,7 +17,7 @@ from lookup_buffer.node import handoffs, links, takes
 from lookup_buffer.node.arena import PEER_OWNER, Arena
 from lookup_buffer.node.connection import Connection, MessageProtocol, Session, Tasks
 from lookup_buffer.node.counters import Counters
-from lookup_buffer.node.handoffs import Askers, Handoffs
+from lookup_buffer.node.handoffs import ABSENT, Askers, Handoffs
 from lookup_buffer.node.items import Pin
 from lookup_buffer.node.links import Credentials
 from lookup_buffer.node.locate import Located, Waiting
@@ -26,8 +26,8 @@ from lookup_buffer.node.takes import Owners, Taken, Takes
 from lookup_buffer.node.transfer import FETCH_OWNER, TURN_SECONDS, Fetched, Wanted
 from lookup_buffer.protocol.auth import PROTOCOL_VERSION, Purpose
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.messages import Acknowledge, Take
-from lookup_buffer.times import OWNER_IDLE_SECONDS
+from lookup_buffer.protocol.messages import Acknowledge, OwnerReply, Take
+from lookup_buffer.times import OWNER_IDLE_SECONDS, PEER_ANSWER_SECONDS
 from store import Location, Record
 from virtual_loop import VirtualLoop
 
@@ -90,7 +90,7 @@ class InMemory(Connection):
 
     def _deliver(self, message: Any) -> None:
         connection = self._other_end.connection
-        if self._open and connection.open:
+        if self._open and connection is not None and connection.open:
             connection._protocol.message_received(connection, message)
 
     def end(self, error: LookupBufferError | None) -> None:
@@ -106,6 +106,8 @@ class Link:
 
     def __init__(self, owner: Node) -> None:
         self.is_cut = False
+        self.is_silent = False
+        """Whether the owner reads nothing of its next connection."""
         self.near = End()
         self.askers = Askers(owner.loop, owner.handoffs, Counters())
 
@@ -117,7 +119,8 @@ class Link:
         self.near.other, far.other = far, self.near
         ours: Any = self.near
         theirs: Any = far
-        self.askers.admit(links.Link(theirs, PURPOSE, None, PROTOCOL_VERSION))
+        if not self.is_silent:
+            self.askers.admit(links.Link(theirs, PURPOSE, None, PROTOCOL_VERSION))
         return links.Link(ours, PURPOSE, None, PROTOCOL_VERSION)
 
     def cut(self) -> None:
@@ -308,6 +311,21 @@ def test_an_owner_that_does_not_answer_is_queried_until_the_deadline(remote: Pai
     remote.loop.call_later(2.0, setattr, remote.link, "is_cut", False)
     assert remote.run(acknowledged(remote)) is True
     remote.at_rest(holds=False)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_an_owner_says_in_time_whether_it_has_the_item_or_counts_as_unreached(
+    remote: Pair, is_silent: bool
+) -> None:
+    remote.link.is_silent = is_silent
+    owner = remote.takes.owners.at(AT, "tcp://127.0.0.1:1")
+
+    async def holds() -> OwnerReply:
+        return await owner.holds(ADDRESS)
+
+    expected = takes.UNREACHED if is_silent else ABSENT
+    assert remote.run(holds(), PEER_ANSWER_SECONDS + 0.1) == expected
+    assert not owner._asked
 
 
 @pytest.mark.parametrize("wait_seconds", [0.0, 2.0])
