@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from contract_pipe import LARGE, SMALL, SOON_SECONDS, Threads, block, closing, same, threads
+from contract_pipe import LARGE, SMALL, SOON_SECONDS, Threads, closing, same, threads
 from lookup_buffer.errors import PipeBroken, PipeError
 from lookup_buffer.pipes import KVPipe, open_pipe
 from nodes import wait_until
+from payloads import block
 from raw_ends import RawEnd
 from store import EmbeddedServer
 from thread_limits import in_use, is_within, without_threads
