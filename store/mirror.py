@@ -31,7 +31,7 @@ from store.tracking import TrackedConnection
 from store.watches import Watches
 
 ENTRIES_MAX = 200_000
-"""About 2 KB each; with a long key it counts more, see `entries.KEY_CHARACTERS`. Above it, the
+"""Up to 2.7 KB each; with a long key it counts more, see `entries.KEY_CHARACTERS`. Above it, the
 entries that were read longest ago are dropped."""
 AGE_SECONDS_MAX = 60.0
 """No entry is used longer: bounds the effect of a lost push."""

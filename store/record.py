@@ -1,11 +1,14 @@
 """The record of a key: dtype and shape of the tensor, and the nodes that hold it.
 
 Plain values, used by every layer above, independent of Redis and of sockets. They are named tuples
-because a look-up creates many of them: creating a frozen dataclass takes four times as long.
+because a look-up creates many of them: creating a frozen dataclass takes four times as long. A
+mirror keeps as many, and a fleet has few boots and pools, so their texts are interned: each is in
+memory once.
 """
 
 import re
 from contextlib import suppress
+from sys import intern
 from typing import NamedTuple
 
 LOCATIONS_MAX = 4
@@ -66,7 +69,7 @@ class Location(NamedTuple):
         if not match:
             raise ValueError("not a location")
         boot, generation, checksum = match.groups()
-        return cls(node, boot, int(generation), int(checksum, 16))
+        return cls(node, intern(boot), int(generation), int(checksum, 16))
 
     def check(self) -> None:
         """Raise ValueError unless the store may hold this location."""
@@ -110,7 +113,7 @@ class DeviceLocation(NamedTuple):
         if not match:
             raise ValueError("not a device location")
         mark, kind, library, port, pool = match.groups()
-        return cls(node, int(mark), kind, library, int(port), pool)
+        return cls(node, int(mark), intern(kind), intern(library), int(port), intern(pool))
 
     def check(self) -> None:
         """Raise ValueError unless the store may hold this location."""

@@ -70,11 +70,20 @@ class NodeMemories:
         self._closed = False
 
     def add(self, boot: str, memory: NodeMemory) -> None:
-        """Add the memory of a new session's boot. From now on this object owns it."""
+        """Add the memory of a new session's boot. From now on this object owns it.
+
+        Raises:
+            Closed: after `close`; the memory is unmapped.
+        """
         with self._lock:
+            is_closed = self._closed
             unused = self._retire([boot] if boot in self._mapped else [])  # of a session before
-            self._mapped[boot] = _Mapped(memory)
+            if not is_closed:
+                self._mapped[boot] = _Mapped(memory)
         _unmap_soon(unused)
+        if is_closed:
+            memory.close()
+            raise Closed("the buffer is closed")
 
     @contextmanager
     def use(self, boot: str) -> Iterator[NodeMemory]:

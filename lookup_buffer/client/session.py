@@ -264,18 +264,18 @@ class ClientSession:
             connection.send(hello, deadline=deadline)
             welcome, descriptors = connection.receive_with_descriptors(deadline)
             try:
+                boot = welcome["boot"]
                 memory = NodeMemory.adopt(descriptors, welcome["arena_bytes"])
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
+            self._memories.add(boot, memory)
         except (OSError, ValueError, TypeError, KeyError, ProtocolError) as error:
             connection.close()
             raise NodeUnavailable(f"no session with the node at {path}: {error}") from error
         except BaseException:
             connection.close()
             raise
-        boot = welcome["boot"]
-        self._memories.add(boot, memory)
         with self._lock:
             self._open_session = _OpenSession(welcome["session"], welcome["node"], boot, connection)
         if self._engine is None:

@@ -44,8 +44,9 @@ HELD_FRACTION: Final = 1 / 3
 """Share of the arena for pins and reservations together. One item alone may exceed it."""
 HANDOFF_FRACTION: Final = 1 / 2
 """Share of the arena for all hand-offs together: they are never evicted."""
-ENTRIES_FRACTION: Final = 1 / 16
-"""The bound on all entries, relative to the arena: it is never reached by items of 20 KB."""
+ENTRIES_FRACTION: Final = 1 / 32
+"""The bound on all entries, relative to the arena: it is never reached by items of 40 KB. A walk of
+the inventory may keep as many addresses of items that went meanwhile."""
 ENTRIES_BYTES_MIN: Final = 128 << 20
 """What it is at least: 110,000 items with keys of 100 characters."""
 PEER_OWNER: Final = -2

@@ -4,9 +4,10 @@ A `Connection` is one socket: a client's unix socket, or another node's TCP sock
 frames, encodes replies and passes descriptors both ways (on a unix socket only). It never blocks,
 and reads nothing more until what it has read was handled in its turns, see `turns`.
 Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`, and both of all clients together by
-`PENDING_TOTAL_BYTES`: a remote end that does not read its replies, or leaves requests half sent, is
-disconnected, and so is another node that acknowledges nothing for PEER_PROGRESS_SECONDS. Created by
-`server` (clients), `takes`, `handoffs`, `peers` and `reachability` (nodes).
+`PENDING_TOTAL_BYTES`, of all other nodes by `PEERS_TOTAL_BYTES`: a remote end that does not read
+its replies, or leaves requests half sent, is disconnected, and so is another node that acknowledges
+nothing for PEER_PROGRESS_SECONDS. Created by `server` (clients), `takes`, `handoffs`, `peers` and
+`reachability` (nodes).
 
 A `Session` has a client's connections, engine rank, and the requests that wait. It begins with
 `Hello` on its main connection, the first one. It ends with `Goodbye`, or with that connection.
@@ -38,6 +39,9 @@ OUTPUT_MAX_BYTES = 16 << 20
 PENDING_TOTAL_BYTES = 128 << 20
 """Of replies that clients have not read, and of requests that they have not sent in full."""
 PENDING_OWN_BYTES = 64 << 10
+PEERS_TOTAL_BYTES = 64 << 20
+"""Of what other nodes have sent and this one has not answered, and of replies that they have not
+read; beside tensors."""
 WAITS_MAX = 8_192
 """Bound on the requests of all clients that wait, see `shares`: of one at most half as many. Each
 is resumed every second (`locate.LOOK_AGAIN_SECONDS`): so many take 0.4 s of a processor for it."""
@@ -369,6 +373,11 @@ def new_waits() -> Shares:
 def new_pending() -> Shares:
     """Counts the bytes that all clients of one node have not read or not sent in full."""
     return Shares("pending bytes", PENDING_TOTAL_BYTES, PENDING_OWN_BYTES)
+
+
+def new_peers_pending() -> Shares:
+    """The same of all other nodes, with the requests that wait."""
+    return Shares("pending bytes", PEERS_TOTAL_BYTES, PENDING_OWN_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,8 @@ ENCODE_MILLISECONDS: Final = "encode_milliseconds"
 """The number of timed encodes, and their total time: `Counters.encode_seconds`, for Redis."""
 HITS_KEYS_MAX: Final = 100_000
 """Most keys whose hits are kept while the store is away; hits of further keys are dropped."""
+HITS_CHARACTERS_MAX: Final = 32 << 20
+"""The same for the characters of their addresses, which keys of 250 characters do not reach."""
 FAILURES_MAX: Final = 64
 """Most failed fetches that are noted between two beats; others are dropped."""
 
@@ -129,6 +131,8 @@ class Counters:
         self._totals: Counter[str] = Counter()
         self._flushed: Counter[str] = Counter()
         self._hits: Counter[QualifiedKey] = Counter()
+        self._hits_characters = 0
+        """Of their addresses."""
         self._failures: dict[QualifiedKey, tuple[str, str]] = {}
         self.fetch_seconds = Histogram()
         """Successful fetches, from the request to the verified bytes."""
@@ -189,6 +193,7 @@ class Counters:
         for address in list(islice(self._hits, keys_max)):
             namespace, key = address
             taken[namespace][key] = self._hits.pop(address)
+            self._hits_characters -= sum(map(len, address))
         return dict(taken)
 
     def put_back(self, namespace: str | None, counts: dict[str, int]) -> None:
@@ -214,8 +219,12 @@ class Counters:
         self.add(f"bytes_hit_{source}", nbytes)
 
     def _count_hits(self, address: QualifiedKey, count: int) -> None:
-        if address in self._hits or len(self._hits) < HITS_KEYS_MAX:
-            _grow(self._hits, address, count)
+        if address not in self._hits:
+            characters = self._hits_characters + sum(map(len, address))
+            if len(self._hits) >= HITS_KEYS_MAX or characters > HITS_CHARACTERS_MAX:
+                return
+            self._hits_characters = characters
+        _grow(self._hits, address, count)
 
 
 def _grow(counter: Counter[_Name], name: _Name, amount: int) -> None:

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.times import Clock
@@ -29,12 +29,14 @@ trip for each would take as long as the insert that caused it. The first change 
 not wait."""
 AGAIN_PER_SECOND_MAX = 2000.0
 """Bound on rewrites by one node: a tenth of what the whole fleet may cost a server."""
-FRESH_MAX = 1_000_000
-"""Bound on new changes; beyond it the oldest are dropped. Their records may then name bytes that
-this node no longer has; a reader gets `stale` and tries the next holder."""
-CHARACTERS_MAX = 128 << 20
-"""The same for the characters of their addresses, which short keys do not reach, and for each other
-queue."""
+CHANGE_BYTES: Final = 512
+"""What one occupies beside the text of its address: 0.3 to 0.4 KB measured."""
+WAITING_BYTES_MAX = 128 << 20
+"""Bound on all that waits to be written, beside hand-offs: 200,000 changes with addresses of 130
+characters. Beyond it the oldest are dropped. Their records may then name bytes that this node no
+longer has; a reader gets `stale` and tries the next holder."""
+RECENT_BYTES_MAX = 64 << 20
+"""The same for what was written within RECENT_SECONDS."""
 RECENT_SECONDS = 60.0
 """Far longer than a replica lags behind: writes within this time may be lost in a failover."""
 FORGOTTEN_AT_ONCE = 1024
@@ -73,21 +75,21 @@ V = TypeVar("V")
 
 
 class _Queue(OrderedDict[QualifiedKey, V]):
-    """The oldest first. It counts the characters of its addresses; only `del` removes any.
+    """The oldest first. It counts what it occupies; only `del` removes any.
 
     Not a plain dict: to find the first of one walks over all that were removed there before.
     """
 
-    characters = 0
+    nbytes = 0
 
     def __setitem__(self, address: QualifiedKey, value: V) -> None:
         if address not in self:
-            self.characters += sum(map(len, address))
+            self.nbytes += _bytes_of(address)
         super().__setitem__(address, value)
 
     def __delitem__(self, address: QualifiedKey) -> None:
         super().__delitem__(address)
-        self.characters -= sum(map(len, address))
+        self.nbytes -= _bytes_of(address)
 
     def take(self, most: int) -> list[V]:
         """Remove and return the oldest."""
@@ -98,10 +100,9 @@ class _Queue(OrderedDict[QualifiedKey, V]):
         del self[address]
         return value
 
-    def drop_old(self) -> None:
-        """Drop the oldest if it is too large."""
-        while len(self) > FRESH_MAX or self.characters > CHARACTERS_MAX:
-            self.take(1)
+
+def _bytes_of(address: QualifiedKey) -> int:
+    return CHANGE_BYTES + sum(map(len, address))
 
 
 class DirtySet:
@@ -169,7 +170,8 @@ class DirtySet:
             if change.address in self._recent:
                 del self._recent[change.address]
             self._recent[change.address] = self._taken_at, change.reason
-        self._recent.drop_old()
+        while self._recent.nbytes > RECENT_BYTES_MAX:
+            self._recent.take(1)
         room = min(most - len(fresh), self._count_again(), self._allowed())
         self._again_from += room / self._per_second
         again = self._again.take(room)
@@ -201,12 +203,8 @@ class DirtySet:
         if self._is_queued(change.address):
             self._return(change)
             return
-        held = self._held.setdefault(place, _Queue())
-        held[change.address] = change
-        held.drop_old()
-        if self._count_held() > FRESH_MAX:
-            longest = max(self._held.values(), key=len)
-            del longest[next(iter(longest))]
+        self._held.setdefault(place, _Queue())[change.address] = change
+        self._drop_old()
 
     def retry(self, most: int = BATCH) -> None:
         """Make up to `most` of the held changes due: some of each server, those first that were
@@ -240,11 +238,16 @@ class DirtySet:
         # Rounding may have taken more than was earned, at a lower rate than now.
         return max(0, round((now - self._again_from) * self._per_second))
 
-    def _count_held(self) -> int:
-        return sum(map(len, self._held.values()))
-
     def _queues(self) -> Iterable[_Queue[Change]]:
-        return (self._urgent, self._fresh, self._again, *self._held.values())
+        return (self._urgent, *self._bounded())
+
+    def _bounded(self) -> tuple[_Queue[Change], ...]:
+        return (self._fresh, self._again, *self._held.values())
+
+    def _drop_old(self) -> None:
+        """Drop the oldest of the largest queue while all together are too large."""
+        while sum(queue.nbytes for queue in self._bounded()) > WAITING_BYTES_MAX:
+            max(self._bounded(), key=lambda queue: queue.nbytes).take(1)
 
     def _pop(self, address: QualifiedKey) -> Change | None:
         for queue in self._queues():
@@ -255,12 +258,11 @@ class DirtySet:
     def _queue(self, change: Change) -> None:
         if change.paced:
             self._again[change.address] = change
-            self._again.drop_old()
         elif not change.reason and is_handoff(change.address[1]):
             self._urgent[change.address] = change
         else:
             self._fresh[change.address] = change
-            self._fresh.drop_old()
+        self._drop_old()
 
     def _return(self, change: Change) -> None:
         newer = self._pop(change.address)
@@ -269,7 +271,7 @@ class DirtySet:
     def _add_again(self, address: QualifiedKey, reason: str) -> None:
         if not self._is_queued(address):
             self._again[address] = Change(address, reason, paced=True)
-            self._again.drop_old()
+            self._drop_old()
 
     def _is_queued(self, address: QualifiedKey) -> bool:
         return any(address in queue for queue in self._queues())

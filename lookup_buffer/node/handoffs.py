@@ -33,11 +33,12 @@ from typing import Any, Final
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.arena import Arena, Evicting
-from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.connection import Connection, new_peers_pending
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.items import Item, Pin
 from lookup_buffer.node.links import Link
 from lookup_buffer.node.owned import Owned
+from lookup_buffer.node.shares import Shares
 from lookup_buffer.node.turns import Steps, Turns, granted
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import (
@@ -62,6 +63,8 @@ HANDOFF_OWNER = -3
 ABSENT: Final = OwnerReply("absent")
 TAKES_MAX: Final = 4096
 """Bound on the queued takers of one other node."""
+TAKE_BYTES: Final = 4 << 10
+"""About what one of them occupies, beside the text of its key: 3 KB measured."""
 
 _log = logging.getLogger(__name__)
 
@@ -468,6 +471,8 @@ class Askers:
     counters: Counters
     _takes: dict[Connection, dict[int, "asyncio.Task[None]"]] = field(default_factory=dict)
     """The queued takers of each node, by the id of their `Take`."""
+    pending: Shares = field(default_factory=new_peers_pending)
+    """What other nodes make this one keep, by their connections: `peers` counts here as well."""
     _turns: Turns = field(init=False)
 
     def __post_init__(self) -> None:
@@ -479,7 +484,9 @@ class Askers:
 
     def admit(self, link: Link) -> Connection:
         """Serve requests on `link` until it ends."""
-        connection = Connection(self.loop, link.stream, self, link.macs, turns=self._turns)
+        connection = Connection(
+            self.loop, link.stream, self, link.macs, pending=self.pending, turns=self._turns
+        )
         self._takes[connection] = {}
         return connection
 
@@ -526,9 +533,14 @@ class Askers:
         if lease is not None or not request.wait_seconds:
             _reply(connection, request.id, _granted(lease))
             return
+        size = TAKE_BYTES + len(request.key)
+        if not self.pending.fits(connection, size):
+            raise ProtocolError("too many takers of other nodes are queued")
         take = connection.start(self._queue(connection, request))
         if take is not None:
             takes[request.id] = take
+            self.pending.add(connection, size)
+            take.add_done_callback(lambda _: self.pending.add(connection, -size))
 
     async def _queue(self, connection: Connection, request: Take) -> None:
         lease = await self.handoffs.queue((request.namespace, request.key), connection)

@@ -19,12 +19,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.membership import Directory
 from lookup_buffer.node.storage import Breaker, Storage
+from lookup_buffer.node.turns import granted
 from lookup_buffer.shm.index import RemoteIndex
 from lookup_buffer.times import LOOK_UP_SECONDS_MAX, LOOK_UP_SECONDS_MIN
 from store import (
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 OPEN_AGAIN_SECONDS = 1.0
 REQUESTS_MAX = 512
 """Bound on the requests that one call of the store answers together."""
+READING_MAX: Final = 16_384
+"""Bound on the keys that are being read: each takes 2 to 4 KB until its request is answered."""
 LOOK_AGAIN_SECONDS = 1.0
 """A waiter is resumed at least this often: some changes cause no notification, such as the
 recovery of a peer that failed."""
@@ -89,25 +92,67 @@ class _Batched(Generic[T, R]):
         self._one_at_a_time = asyncio.Lock()
         self._requests: list[Sequence[T]] = []
         """Those of the call that begins next."""
+        self._items = 0
+        """Of these."""
         self._next: asyncio.Task[R] | None = None
         """That call; None if no request waits for one."""
         self._tasks: set[asyncio.Task[R]] = set()
 
     def request(self, items: Sequence[T]) -> "asyncio.Task[R]":
         """The call that answers for `items`. It is shared: await it by `shield` or `wait`."""
-        if self._next is None or len(self._requests) >= REQUESTS_MAX:
-            self._requests = []
+        if self._next is None or self._is_full(len(items)):
+            self._requests, self._items = [], 0
             self._next = asyncio.get_running_loop().create_task(self._run(self._requests))
             self._tasks.add(self._next)
             self._next.add_done_callback(self._tasks.discard)
         self._requests.append(items)
+        self._items += len(items)
         return self._next
+
+    def _is_full(self, more: int) -> bool:
+        return len(self._requests) >= REQUESTS_MAX or self._items + more > READING_MAX
 
     async def _run(self, requests: list[Sequence[T]]) -> R:
         async with self._one_at_a_time:
             if requests is self._requests:
                 self._next = None
             return await self._call(list(itertools.chain.from_iterable(requests)))
+
+
+class Reading:
+    """The keys that are being read: READING_MAX, or those of one request. Others wait for their
+    turn, in the order of their requests."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._queue: dict[asyncio.Future[int], int] = {}
+        """The requests that wait, and how many keys each has."""
+
+    async def begin(self, count: int) -> None:
+        """Wait until so many more may be read; `end` has to follow."""
+        if not self._queue and self._fits(count):
+            self._count += count
+            return
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._queue[turn] = count
+        try:
+            await granted(turn, None, self.end)
+        finally:
+            self._queue.pop(turn, None)
+
+    def end(self, count: int) -> None:
+        self._count -= count
+        while self._queue:
+            turn, more = next(iter(self._queue.items()))
+            if not turn.done() and not self._fits(more):
+                return
+            del self._queue[turn]
+            if not turn.done():  # else it is cancelled
+                self._count += more
+                turn.set_result(more)
+
+    def _fits(self, count: int) -> bool:
+        return not self._count or self._count + count <= READING_MAX
 
 
 @dataclass(slots=True)
@@ -132,6 +177,8 @@ class Locator:
         default_factory=lambda: defaultdict(lambda: Breaker(time.monotonic))
     )
     """By server name, so that a dead server does not cost every look-up its timeout."""
+    _reading: Reading = field(default_factory=Reading)
+    """By the mirror."""
     _epoch: int = -1
     """The epoch of the membership when the current round began."""
     _round: int = 0
@@ -147,7 +194,7 @@ class Locator:
 
     async def locate(self, addresses: Sequence[QualifiedKey]) -> list[Located]:
         """A `Located` for each of `addresses`, in order. Their namespace is the same. Does not
-        suspend if all are cached."""
+        suspend if all are cached, unless very many keys are being read."""
         if not addresses or await self.store() is None:
             return [NOT_REACHED] * len(addresses)
         if self._mirror is None:
@@ -270,8 +317,10 @@ class Locator:
 
     async def _ask(self, mirror: "Mirror", addresses: Sequence[QualifiedKey]) -> list[Found]:
         answer: asyncio.Future[list[Found]] = self.loop.create_future()
+        await self._reading.begin(len(addresses))
 
         def answered(found: list[Found]) -> None:
+            self._reading.end(len(addresses))
             if not answer.done():  # else whoever awaits it was cancelled
                 answer.set_result(found)
 

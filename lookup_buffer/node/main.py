@@ -116,9 +116,9 @@ LOCK_SECONDS: Final = 5.0
 """How long to wait for the lock on the directory. A node that is shutting down mostly releases it
 within this time; it may take END_SECONDS, and then the start fails."""
 END_SECONDS: Final = 20.0
-"""After a request to stop, a node ends within this time, sooner than a supervisor kills it (30 s in
-Kubernetes). Its parts stop within 12 s and the store's timeout; one that does not is a bug, and
-then the stack of each thread goes to stderr, with exit code 1."""
+"""After a request to stop, a node ends within this time, sooner than a supervisor kills it (25 s by
+the deployment files). Its parts stop within 12 s and the store's timeout; one that does not is a
+bug, and then the stack of each thread goes to stderr, with exit code 1."""
 FIRST_BYTES: Final = 64 << 20
 """Faulted in before the node reports ready; the rest follows in the background."""
 DESCRIPTORS: Final = 65_536

@@ -41,6 +41,7 @@ from lookup_buffer.node.links import (
 )
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.reachability import Reachability
+from lookup_buffer.node.shares import KEY_BYTES
 from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.acceptor import RETRY_SECONDS, listening_socket
 from lookup_buffer.protocol.auth import Purpose
@@ -69,7 +70,8 @@ ITEMS_MAX: Final = 256
 """Bound on the items of one request, and on those of the requests that one connection has sent
 ahead, if they are several: a key may have 4 KB. A node sends one batch, or two parts."""
 QUEUED_MAX: Final = 16
-"""Bound on the requests that one connection has sent ahead."""
+"""Bound on the requests that one connection has sent ahead. What those of all connections occupy is
+bounded, too: see `connection.PEERS_TOTAL_BYTES`."""
 TOGETHER_BYTES: Final = 4 << 20
 """Items of up to so many bytes are pinned and sent by one call of a thread."""
 TOGETHER_MAX: Final = 64
@@ -369,11 +371,16 @@ class Reader:
     def __init__(self, server: PeerServer, link: Link) -> None:
         self._server = server
         self._requests: deque[list[Asked]] = deque()
+        self._pending = server.askers.pending
+        self._asked_bytes = 0
+        """Of the requests that are not answered."""
         self.is_busy = False
         self.used_at = server.loop.time()
         self.client = link.purpose.client
         stream = link.stream.dup()  # each of the two that use it closes its own descriptor
-        self.connection = Connection(server.loop, link.stream, self, link.macs, turns=server.turns)
+        self.connection = Connection(
+            server.loop, link.stream, self, link.macs, pending=self._pending, turns=server.turns
+        )
         self._sender = FramedSocket(stream)
         self._sender.macs = link.macs
 
@@ -382,6 +389,7 @@ class Reader:
 
     def connection_lost(self, _: Connection, error: LookupBufferError | None) -> None:
         self._sender.abort()  # a thread that sends stops
+        self._hold(-self._asked_bytes)
         self._server.forget(self, error)
 
     def message_received(self, connection: Connection, message: Any) -> None:
@@ -389,6 +397,9 @@ class Reader:
         if len(self._requests) >= QUEUED_MAX or (ahead and ahead + len(asked) > ITEMS_MAX):
             most = f"{QUEUED_MAX} requests, or {ITEMS_MAX} items,"
             raise ProtocolError(f"more than {most} were sent ahead")
+        if not self._pending.fits(connection, _bytes_of(asked)):
+            raise ProtocolError("too much is asked for by all nodes together")
+        self._hold(_bytes_of(asked))
         self._requests.append(asked)
         self.used_at = self._server.loop.time()
         if not self.is_busy:
@@ -398,14 +409,21 @@ class Reader:
     async def _answer_all(self) -> None:
         try:
             while self._requests:
-                lists = self._server.replies(self._requests.popleft())
+                asked = self._requests.popleft()
+                lists = self._server.replies(asked)
                 while await self._answer(lists):
                     pass
+                self._hold(-_bytes_of(asked))
             self.used_at = self._server.loop.time()
         except (LookupBufferError, RuntimeError):  # the reader left or is too slow; or we close
             self.end()
         finally:
             self.is_busy = False
+
+    def _hold(self, nbytes: int) -> None:
+        """Count so many bytes of requests that wait."""
+        self._asked_bytes += nbytes
+        self._pending.add(self.connection, nbytes)
 
     async def _answer(self, lists: Iterator[list[Reply]]) -> bool:
         """Send the next list. Returns whether there was one."""
@@ -446,6 +464,11 @@ class Reader:
             if sent is not None:
                 return number, sent
         return len(replies), 0
+
+
+def _bytes_of(asked: Sequence[Asked]) -> int:
+    """About what a request occupies."""
+    return sum(KEY_BYTES + len(one.address[1]) + len(one.boot) for one in asked)
 
 
 def _host_of(address: str) -> str:

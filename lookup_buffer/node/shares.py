@@ -3,8 +3,9 @@
 Each limit is far above what an engine needs; it stops a client that is broken or hostile. A client
 may open many sessions, so there is one bound for all, and each may hold at most as much as all
 leave free. A little is everyone's own, whatever others hold: the bound may be exceeded by that
-much for each of `server.CONNECTIONS_MAX` sessions. Pure bookkeeping, on the loop's thread. Used by
-`arena`, `connection`, `held_claims` and `devices`.
+much for each of `server.CONNECTIONS_MAX` sessions. Connections of other nodes have such a bound as
+well. Pure bookkeeping, on the loop's thread. Used by `arena`, `connection`, `held_claims`,
+`devices`, `handoffs` and `peers`.
 """
 
 from collections.abc import Collection, Hashable

@@ -15,6 +15,7 @@ from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.client.session import CONNECTIONS_MAX
 from lookup_buffer.errors import (
+    Closed,
     LookupBufferError,
     LookupTimeout,
     MissingTensor,
@@ -338,6 +339,21 @@ def test_the_memory_of_a_dead_node_is_unmapped_during_the_next_session(
         assert count_arenas() == before + 1
         monkeypatch.setattr("lookup_buffer.client.memories.LOST_SECONDS", 0.0)
         wait_until(lambda: count_arenas() == before, 5.0, "the arena of the dead node is unmapped")
+
+
+def test_a_session_that_opens_after_the_close_of_its_client_keeps_no_memory(
+    start_node: StartNode,
+) -> None:
+    """The thread that connects again may be within that when `close` no longer waits for it."""
+    node = start_node()
+    before, sessions = count_arenas(), node.stats()["sessions"]
+    client = node.client()
+    client.close()
+    with pytest.raises(Closed) as raised:
+        client._session._connect()
+    assert raised.traceback, "its frames are alive, and have the memory"
+    assert count_arenas() == before
+    wait_until(lambda: node.stats()["sessions"] == sessions, 5.0, "the node has no such session")
 
 
 def count_arenas() -> int:

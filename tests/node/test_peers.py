@@ -3,12 +3,14 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import pytest
 
 import peer_servers
-from lookup_buffer.node import handoffs, peers
+from lookup_buffer.errors import PipeError
+from lookup_buffer.node import connection, handoffs, peers
 from lookup_buffer.node.links import HANDOFFS, Credentials, dial
 from lookup_buffer.protocol.messages import Take
 from node_certificates import Files
@@ -200,5 +202,78 @@ def test_a_node_queues_no_more_takers_than_a_bound(
         await bench.until(lambda: len(bench.askers) == 0)
         assert not bench.askers.handoffs._queues
         link.abort()
+
+    on_a_loop(test)
+
+
+LONG = "k" * 4000
+
+
+def test_what_all_connections_have_asked_for_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, on_a_loop: Runs
+) -> None:
+    """Each may have 2 MiB of names in this node's memory; of those that exceed it some end."""
+    monkeypatch.setattr(connection, "PEERS_TOTAL_BYTES", 4 * MIB)
+    monkeypatch.setattr(connection, "PENDING_OWN_BYTES", 16 << 10)
+    small = [NAMESPACE, "absent", "boot", 1]
+
+    async def test(bench: Bench) -> None:
+        big = [NAMESPACE, "big", "boot", bench.insert("big", 20 * MIB)]
+        links = [await bench.reader() for _ in range(8)]
+
+        def ask() -> None:  # of which no answer is read
+            for link in links:
+                with suppress(PipeError):
+                    link.send({"op": "get", "items": [big]}, timeout=5.0)
+                    link.send(
+                        {"op": "get", "items": [[NAMESPACE, LONG, "boot", 1]] * 250}, timeout=5.0
+                    )
+
+        await asyncio.to_thread(ask)
+        await bench.until(lambda: bench.counters.totals().get("protocol_errors", 0) > 0)
+        kept = len(bench.server._readers)
+        assert 2 <= kept <= 4
+        pending = bench.askers.pending
+        assert pending._used <= 4 * MIB + 8 * (16 << 10)
+        other = await bench.reader()
+        assert await answered(other, small) == [{"status": "stale"}], "the control: a little is"
+        for link in (*links, other):
+            link.close()
+        await bench.until(lambda: not bench.server._readers)
+        assert pending._used == 0
+        assert not pending._held
+
+    on_a_loop(test)
+
+
+def test_takers_of_all_nodes_are_bounded(monkeypatch: pytest.MonkeyPatch, on_a_loop: Runs) -> None:
+    """One connection after the other, each with fewer than TAKES_MAX."""
+    monkeypatch.setattr(connection, "PEERS_TOTAL_BYTES", 64 * handoffs.TAKE_BYTES)
+    monkeypatch.setattr(connection, "PENDING_OWN_BYTES", 4 * handoffs.TAKE_BYTES)
+
+    async def test(bench: Bench) -> None:
+        bench.askers.handoffs.hold_back((NAMESPACE, "k@r"))
+        pending, links = bench.askers.pending, []
+
+        async def take(count: int) -> None:
+            dialled = await dial(
+                bench.loop, bench.location, bench.endpoint, HANDOFFS, bench.credentials
+            )
+            links.append(link := dialled.framed())
+            with suppress(PipeError):
+                for number in range(count):
+                    link.send(Take(number, NAMESPACE, "k@r", 1000.0).to_wire(), timeout=5.0)
+
+        await take(24)
+        await bench.until(lambda: pending._used >= 24 * handoffs.TAKE_BYTES)
+        await take(24)
+        await bench.until(lambda: bench.counters.totals().get("protocol_errors", 0) == 1)
+        await take(3)
+        await bench.until(lambda: pending._used >= 27 * handoffs.TAKE_BYTES)
+        assert len(bench.askers) == 2
+        for link in links:
+            link.abort()
+        await bench.until(lambda: pending._used == 0)
+        assert not bench.askers.handoffs._queues
 
     on_a_loop(test)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lookup_buffer.node import counters as counters_module
 from lookup_buffer.node.counters import (
     BOUNDS_SECONDS,
     ENCODE_MILLISECONDS,
@@ -28,6 +29,21 @@ def test_hits_that_are_not_written_are_bounded() -> None:
     assert taken[None]["hits_local"] == HITS_KEYS_MAX + 11
     assert len(taken["ns"]) == HITS_KEYS_MAX
     assert taken["ns"]["k0"] == 2
+
+
+def test_hits_of_long_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client chooses the keys, and may replace what it has stored and read by more."""
+    monkeypatch.setattr(counters_module, "HITS_CHARACTERS_MAX", 50 * len("ns" + "k" * 4000))
+    counters = Counters()
+    for _ in range(2):
+        for n in range(100):
+            counters.hit(item_of(f"{n}".zfill(4000)))
+        first = counters.take_unflushed(10)
+        counters.put_back("ns", first["ns"])
+        taken = counters.take_unflushed()
+        assert len(taken["ns"]) == 50, "also when there is room again"
+        counters.put_back("ns", {"short": 1})
+        assert counters.take_unflushed()["ns"] == {"short": 1}
 
 
 def test_returned_hits_are_added_and_bounded() -> None:

@@ -9,6 +9,7 @@ from lookup_buffer.node import dirty_set
 from lookup_buffer.node.dirty_set import (
     AGAIN_PER_SECOND_MAX,
     BATCH,
+    CHANGE_BYTES,
     FORGOTTEN_AT_ONCE,
     RECENT_SECONDS,
     TOGETHER_SECONDS,
@@ -151,27 +152,47 @@ def test_rewrites_are_rate_limited_and_new_changes_are_not() -> None:
     assert fresh == -(-5000 // BATCH)
 
 
-def test_long_addresses_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [10, 4000], ids=["short keys", "long keys"])
+def test_what_waits_and_what_was_written_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
     """The oldest are dropped: those not written, and those written that a failover may lose."""
-    monkeypatch.setattr(dirty_set, "CHARACTERS_MAX", most := 1_000_000)
+    each = CHANGE_BYTES + len("ns") + width
+    most = 300
+    monkeypatch.setattr(dirty_set, "WAITING_BYTES_MAX", most * each)
+    monkeypatch.setattr(dirty_set, "RECENT_BYTES_MAX", most * each)
     clock = Clock()
     dirty = DirtySet(clock)
     for n in range(1000):
-        dirty.add(of(f"{n}".zfill(4000)))
-    assert most - 4100 * BATCH < 4000 * len(dirty) <= most
+        dirty.add(of(f"{n}".zfill(width)))
+    assert len(dirty) == most
     written = 0
     for n in range(1000):
-        dirty.add(of(f"{n}".zfill(4000)))
+        dirty.add(of(f"{n}".zfill(width)))
         written += len(dirty.take())
     assert written > 1000
     dirty.repeat_recent()
-    assert most - 4100 * BATCH < 4000 * len(dirty) <= most
+    assert len(dirty) == most
     clock.now += 10.0
     newest: list[str] = []
     while again := dirty.take():
         newest += keys(again)
         clock.now += 1.0
-    assert newest[-1] == "999".zfill(4000)
+    assert newest[-1] == "999".zfill(width)
+
+
+def test_changes_are_bounded_together_wherever_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that many servers did not take, as well; the largest queue loses its oldest."""
+    dirty, most = DirtySet(Clock()), 100
+    monkeypatch.setattr(dirty_set, "WAITING_BYTES_MAX", most * (CHANGE_BYTES + len("ns") + 4))
+    for place in ("server-1", "server-2", "server-3"):
+        for n in range(60):
+            dirty.hold(of(f"{place[-1]}{n:03}"), place)
+    assert len(dirty) == most
+    for n in range(10):
+        dirty.add(of(f"n{n:03}"))
+    assert len(dirty) == most
+    assert keys(dirty.take()) == [f"n{n:03}" for n in range(10)]
 
 
 def test_a_batch_is_due_when_it_is_worth_a_round_trip() -> None:

@@ -103,3 +103,14 @@ def test_what_is_used_after_the_close_is_closed(nodes: Nodes) -> None:
         assert memory.unmapped.is_set()
     with pytest.raises(Closed), nodes.use("live"):
         pass
+
+
+def test_what_is_added_after_the_close_is_unmapped(nodes: Nodes) -> None:
+    """A session opened while its client was closed: its arena stayed mapped."""
+    nodes.close()
+    late = Memory()
+    with pytest.raises(Closed):
+        nodes.show("late", late)
+    assert late.unmapped.is_set()
+    with pytest.raises(Closed), nodes.use("late"):
+        pass

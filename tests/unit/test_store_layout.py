@@ -106,6 +106,28 @@ def test_a_record_is_read_as_it_was_written(record: Record) -> None:
     assert record_fields.read_named_record(name, fields_of(record)) == record
 
 
+def test_many_records_have_the_texts_of_a_boot_and_a_pool_once() -> None:
+    """A mirror keeps 200,000 of them."""
+    on_device = DeviceLocation("node", 1, "nccl", "0a" * 4, 41000, "f" * 12)
+    record = Record(
+        "ns",
+        "key",
+        "uint8",
+        (4,),
+        4,
+        "tensor",
+        1.0,
+        (Location("node", "boot", 1, 1),),
+        (on_device,),
+    )
+    first, second = (record_fields.read_record("ns", "key", fields_of(record)) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first.locations[0].boot is second.locations[0].boot
+    for name in ("kind", "library", "pool"):
+        assert getattr(first.devices[0], name) is getattr(second.devices[0], name)
+
+
 @given(RECORDS, st.dictionaries(FIELDS, GARBAGE, max_size=3), st.sets(FIELDS, max_size=2))
 def test_a_record_written_by_hand_is_a_miss_or_valid(
     record: Record, changes: dict[bytes, bytes], without: set[bytes]
