@@ -19,7 +19,7 @@ __all__ = ["start_end", "start_node"]
 NBYTES = 48 * MIB
 BOUND_SECONDS = scaled(10 * (1.0 + NBYTES / 100e6))
 """Several times the deadline of the lane, and the way over the hosts behind it."""
-TRIES = 6
+TRIES = 20
 """Of the signal that has to come while bytes do."""
 _numbers = count()
 
