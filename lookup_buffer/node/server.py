@@ -219,7 +219,8 @@ class Server:
         """End all sessions, which gives back what they hold. Bounded."""
         if self._listener is not None:
             self.loop.remove_reader(self._listener.fileno())
-            self._listener.close()
+            self._listener.shutdown(socket.SHUT_RD)  # nobody connects any more
+            self.closer.close([self._listener.detach()])  # with what waits to be accepted
         for connection in list(self._of):
             connection.end(None)
         self._serving.cancel()

@@ -3,6 +3,7 @@
 import array
 import fcntl
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -198,6 +199,22 @@ def test_what_lingers_does_not_keep_a_node_from_its_end(start_node: StartNode) -
         pass_on(client, STATS, sockets)
         assert client.ended()
         assert node.terminate() == 0
+
+
+def test_nor_does_what_lingers_in_connections_that_were_not_accepted(
+    start_node: StartNode,
+) -> None:
+    node = start_node()
+    with ExitStack() as stack:
+        sockets = stack.enter_context(lingering(100))
+        with node.frozen():
+            for one in sockets:
+                client = stack.enter_context(socket.socket(socket.AF_UNIX))
+                client.connect(str(node.socket_path))
+                socket.send_fds(client, [STATS], [one])
+                os.close(one)
+            os.kill(node.pid, signal.SIGTERM)
+        assert node.wait() == 0
 
 
 def test_files_are_no_staging_whatever_they_are(node: NodeProcess, tmp_path: Path) -> None:
