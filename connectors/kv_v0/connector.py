@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -236,7 +237,7 @@ class LookupBufferKVConnectorV0(KVConnectorBase):
             return None, False, model_input
         sides = self._sides(kv_caches)
         self._until = time.monotonic() + BATCH_SECONDS
-        found = [self._receive(sequence, sides) for sequence in sequences]
+        found = _of_one_form([self._receive(sequence, sides) for sequence in sequences])
         numbers = [count for count, _ in found] + [_rows(states) for _, states in found]
         if self._config.agree is not None:
             numbers = self._config.agree(numbers)
@@ -264,7 +265,11 @@ class LookupBufferKVConnectorV0(KVConnectorBase):
                 scatter_slots(side, sequence.slots[begin:end], of_side)
             if count == _rows(states):
                 rows = [self._select(TensorKey(name, part=part)) for part in self._parts]
-                there = [part for part in rows if part is not None and len(part) == end - begin]
+                there = [
+                    part
+                    for part in rows
+                    if part is not None and part.ndim > 0 and len(part) == end - begin
+                ]
                 if len(there) == len(rows):
                     states.append(there)
             count = end
@@ -450,6 +455,22 @@ def without_loaded(
         Metadata(metadata.seq_lens, metadata.slot_mapping[kept], prefill, contexts),
         shortened,
     )
+
+
+def _of_one_form(
+    found: list[tuple[int, list[list[torch.Tensor]]]],
+) -> list[tuple[int, list[list[torch.Tensor]]]]:
+    """Without states of another width or dtype than the first: one model has one."""
+    forms = [[_form(chunk) for chunk in states] for _, states in found]
+    first = next(chain.from_iterable(forms), None)
+    return [
+        (count, states[: sum(1 for _ in takewhile(first.__eq__, of_states))])
+        for (count, states), of_states in zip(found, forms, strict=True)
+    ]
+
+
+def _form(chunk: list[torch.Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
+    return [(part.dtype, part.shape[1:]) for part in chunk]
 
 
 def _rows(states: list[list[torch.Tensor]]) -> int:

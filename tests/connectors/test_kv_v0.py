@@ -68,6 +68,18 @@ def test_no_bypass_without_hidden_states(connect: Connect) -> None:
     assert run(connect(), tokens)[1] == 0, "now they are there"
 
 
+def test_states_that_do_not_fit_together_are_computed(connect: Connect) -> None:
+    """Who inserts others, of another width, does not end the host."""
+    known, forged, host = prompt(SHORT, 14), prompt(SHORT, 15), Host()
+    run(connect(), known)
+    batch = host.batch(forged)
+    hidden = host._forward(batch)
+    connect().send_kv_caches_and_hidden_states(host, batch, host.kv_caches, hidden[:, :1])
+    logits, computed = run(connect(), known, forged)
+    assert computed == 2, "of each the token whose states are wanted"
+    assert torch.allclose(logits, alone(known, forged), atol=1e-5)
+
+
 # -- the defects of the first implementation
 
 
