@@ -360,7 +360,8 @@ class ClusterTopology(Topology):
         slots: list[Server | None] = [None] * SLOTS
         for first, last, master, *_ in view:
             server = self._server(_endpoint(master[0], master[1], source))
-            slots[first : last + 1] = [server] * (last + 1 - first)
+            for slot in range(max(first, 0), min(last + 1, SLOTS)):
+                slots[slot] = server
         if slots != self._slots:
             masters = tuple({at: None for at in slots if at is not None})
             # A slot that moved loses no keys; a server that appears may replace one.

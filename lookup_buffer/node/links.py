@@ -249,6 +249,9 @@ async def _connected(loop: asyncio.AbstractEventLoop, host: str, port: int) -> s
         except OSError as error:
             stream.close()
             failure = error
+        except RuntimeError as error:  # an IPv6 address with a zone is looked up on a thread
+            stream.close()
+            raise PipeBroken(f"{host} is not looked up: {error}") from error
         except BaseException:
             stream.close()
             raise

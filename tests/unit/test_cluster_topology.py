@@ -2,7 +2,7 @@
 
 import asyncio
 
-from store.topology import LEFT_MAX, ClusterTopology, open_topology
+from store.topology import LEFT_MAX, SLOTS, ClusterTopology, open_topology
 from store.url import parse
 
 
@@ -34,3 +34,20 @@ def test_servers_that_left_are_not_kept_for_ever() -> None:
     assert known == LEFT_MAX + 2
     assert failovers == sorted(failovers), "what a server that left had counted stays counted"
     assert failovers[-1] == 2 * 3 * LEFT_MAX - 1
+
+
+def test_a_map_with_slots_that_do_not_exist_takes_no_memory_for_them() -> None:
+    async def apply() -> None:
+        topology = open_topology(
+            parse("redis-cluster://127.0.0.1:7000"),
+            call_timeout_seconds=1.0,
+            connect_timeout_seconds=1.0,
+        )
+        assert isinstance(topology, ClusterTopology)
+        (seed,) = topology._known.values()
+        topology._apply_map(seed, [[-5, 10**15, [b"10.0.0.1", 6379, b"id"]]])
+        assert len(topology._slots) == SLOTS
+        assert len(topology._masters) == 1
+        await topology.close()
+
+    asyncio.run(apply())

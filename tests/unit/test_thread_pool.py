@@ -44,14 +44,17 @@ def test_what_was_refused_is_not_moved_later(monkeypatch: pytest.MonkeyPatch) ->
     assert moved == ["asked"]
 
 
+@pytest.mark.parametrize("host", ["host.invalid", "[fe80::1%lo]"])
 def test_a_node_whose_name_no_thread_looks_up_is_not_reached(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
+    """An address with a zone is looked up, too."""
+
     async def dialled() -> None:
         loop, there = asyncio.get_running_loop(), Location("n", "b", 1, 1)
         with monkeypatch.context() as without_memory:
             without_memory.setattr(threading.Thread, "start", refuse)
-            await dial(loop, there, "tcp://host.invalid:1", TENSORS, Credentials())
+            await dial(loop, there, f"tcp://{host}:1", TENSORS, Credentials())
 
     with pytest.raises(PipeBroken, match="new thread"):
         asyncio.run(dialled())
