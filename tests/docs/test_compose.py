@@ -32,7 +32,6 @@ from deployment import (
 )
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.config import parse_tcp
-from lookup_buffer.environment import parse_bytes
 from lookup_buffer.errors import NodeRefused
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
@@ -171,17 +170,6 @@ def test_every_mount_exists_and_every_secret_is_made(tmp_path: Path) -> None:
         assert set(document()["services"][name].get("secrets", [])) <= set(made)
         for source, _ in Service(name).mounts:
             assert (ROOT / source).exists() if "/" in source else source in document()["volumes"]
-
-
-@pytest.mark.parametrize("name", ["node-a", "node-b"])
-def test_a_node_has_room_for_its_arena(name: str) -> None:
-    """Shared memory counts against the limit of the container that touched it first."""
-    service = Service(name)
-    capacity = parse_bytes(service.environment["LOOKUP_BUFFER_CAPACITY_BYTES"])
-    limit = parse_bytes(service.raw["mem_limit"])
-    assert isinstance(capacity, int)
-    assert isinstance(limit, int)
-    assert limit >= capacity + 256 * MIB
 
 
 # -- what it starts

@@ -18,8 +18,8 @@ import yaml
 from connectors.settings import parse_settings
 from deployment import Service, Stack, running_stack
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.environment import ENVIRONMENT_PREFIX, parse_bytes
-from nodes import MIB, ROOT, wait_until
+from lookup_buffer.environment import ENVIRONMENT_PREFIX
+from nodes import ROOT, wait_until
 from store.url import parse
 
 FOLDER = ROOT / "deploy/kubernetes"
@@ -160,14 +160,6 @@ def test_nodes_and_valkey_call_no_others() -> None:
 def test_no_probe_restarts_a_node() -> None:
     """While Redis is away it is not of full use, however long ago it was started."""
     assert [name for name in NODE if name.endswith("Probe")] == ["readinessProbe"]
-
-
-def test_a_node_has_room_for_its_arena() -> None:
-    capacity = parse_bytes(_environment()["LOOKUP_BUFFER_CAPACITY_BYTES"])
-    limit = parse_bytes(NODE["resources"]["limits"]["memory"] + "B")
-    assert isinstance(capacity, int)
-    assert isinstance(limit, int)
-    assert limit >= capacity + 256 * MIB
 
 
 def test_valkey_is_that_of_the_compose_file() -> None:
