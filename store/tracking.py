@@ -165,9 +165,11 @@ class TrackedConnection:
         request.left -= 1
         if not request.left:
             self._requests.popleft()
-        request.on_reply(index, reply)
-        if not request.left and not request.is_late:
-            request.on_done(None)
+        try:
+            request.on_reply(index, reply)
+        finally:
+            if not request.left and not request.is_late:
+                request.on_done(None)
 
     def _check_at(self, deadline: float) -> None:
         if self._timer is None:

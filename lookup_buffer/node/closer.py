@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import threading
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,6 +29,10 @@ READ_BYTES: Final = 64 << 10
 EMPTY_MAX: Final = 1000
 """Empty messages, more than one socket holds: their end cannot be told from one after the other.
 In a stream there is none."""
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(4 * RECEIVED_MAX) + 1024
+"""Also for what a socket may ask for beside: credentials, label, and a pidfd."""
+_SCM_PIDFD: Final = 4
+"""Linux 6.5: a pidfd of each message's sender, where the socket has SO_PASSPIDFD."""
 _NO_LINGER: Final = struct.pack("@ii", 0, 0)
 
 _log = logging.getLogger(__name__)
@@ -83,6 +88,16 @@ def urgent_in_line(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
 
 
+def _descriptors_in(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    """Those that were sent, and those of senders, for which the client had the socket ask."""
+    kinds = (socket.SCM_RIGHTS, _SCM_PIDFD)
+    found = array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind in kinds:
+            found.frombytes(data[: len(data) // found.itemsize * found.itemsize])
+    return list(found)
+
+
 def _unread_bytes(connection: socket.socket) -> int:
     found = ioctl(connection, FIONREAD, b"\0" * 4)
     return int(struct.unpack("@i", found)[0])
@@ -130,10 +145,10 @@ def _receive(connection: socket.socket) -> list[int]:
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return [connection.accept()[0].detach()]  # an error, where none waits
         while empty < most:
-            data, descriptors, _, _ = socket.recv_fds(
-                connection, READ_BYTES, RECEIVED_MAX, socket.MSG_DONTWAIT
+            data, ancillary, _, _ = connection.recvmsg(
+                READ_BYTES, _ANCILLARY_BYTES, socket.MSG_DONTWAIT
             )
-            if descriptors:
+            if descriptors := _descriptors_in(ancillary):
                 return descriptors
             empty += not data
     return []

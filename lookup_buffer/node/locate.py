@@ -324,7 +324,11 @@ class Locator:
             if not answer.done():  # else whoever awaits it was cancelled
                 answer.set_result(found)
 
-        mirror.ask(addresses[0][0], [key for _, key in addresses], answered)
+        try:
+            mirror.ask(addresses[0][0], [key for _, key in addresses], answered)
+        except BaseException:  # a bug: it would be counted for ever
+            self._reading.end(len(addresses))
+            raise
         return await answer
 
     async def _read(self, addresses: Sequence[QualifiedKey]) -> list[Found]:

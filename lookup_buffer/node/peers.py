@@ -432,7 +432,7 @@ class Reader:
         if left is not None and left.replies:
             job = self._server.send_by_thread(self._sender, *left)
             await asyncio.wrap_future(job, loop=self._server.loop)
-            self._count(sum(one.nbytes for one in left.replies) - left.already_sent)
+            self._count(left.replies)
         return left is not None
 
     def _send_next(self, lists: Iterator[list[Reply]]) -> Left | None:
@@ -446,15 +446,15 @@ class Reader:
             self._server.release(replies)
             raise
         self._server.release(replies[:first])
-        self._count(sum(one.nbytes for one in replies[:first]) + already_sent)
+        self._count(replies[:first])
         return Left(replies[first:], already_sent)
 
     def _undo(self, left: Left | None) -> None:
         if left is not None:
             self._server.release(left.replies)
 
-    def _count(self, nbytes: int) -> None:
-        self._server.counters.add("bytes_served", nbytes)
+    def _count(self, sent: Sequence[Reply]) -> None:
+        self._server.counters.add("bytes_served", sum(one.nbytes for one in sent))
 
     def _send_at_once(self, replies: Sequence[Reply]) -> tuple[int, int]:
         """Send what the socket takes, so that the reader need not wait until a thread is awake.

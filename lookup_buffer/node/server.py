@@ -217,10 +217,11 @@ class Server:
 
     async def close(self) -> None:
         """End all sessions, which gives back what they hold. Bounded."""
-        if self._listener is not None:
-            self.loop.remove_reader(self._listener.fileno())
-            self._listener.shutdown(socket.SHUT_RD)  # nobody connects any more
-            self.closer.close([self._listener.detach()])  # with what waits to be accepted
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            self.loop.remove_reader(listener.fileno())
+            listener.shutdown(socket.SHUT_RD)  # nobody connects any more
+            self.closer.close([listener.detach()])  # with what waits to be accepted
         for connection in list(self._of):
             connection.end(None)
         self._serving.cancel()
@@ -235,8 +236,8 @@ class Server:
     # -- connections
 
     def _watch(self) -> None:
-        assert self._listener is not None
-        self.loop.add_reader(self._listener.fileno(), self._accept)
+        if self._listener is not None:  # else it was closed while there was no free descriptor
+            self.loop.add_reader(self._listener.fileno(), self._accept)
 
     def _accept(self) -> None:
         assert self._listener is not None

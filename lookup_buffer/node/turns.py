@@ -36,7 +36,7 @@ async def granted(
             raise
         return grant.result()
     except asyncio.CancelledError:
-        if not grant.cancelled():
+        if not grant.cancelled() and grant.exception() is None:
             undo(grant.result())
         raise
 

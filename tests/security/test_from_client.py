@@ -32,6 +32,7 @@ from store import COUNTER_MAX
 
 NAMESPACE = Namespace.named("tests").fingerprint
 LINGER_SECONDS = 600
+SO_PASSPIDFD = 76
 ARENA_BYTES = 64 * MIB
 STATS = encode_frame(messages.Stats(5).to_wire())
 
@@ -199,6 +200,22 @@ def test_what_lingers_does_not_keep_a_node_from_its_end(start_node: StartNode) -
         pass_on(client, STATS, sockets)
         assert client.ended()
         assert node.terminate() == 0
+
+
+def test_pidfds_that_a_passed_socket_asks_for_are_closed(node: NodeProcess) -> None:
+    """With each message of its queue the kernel gives one to who receives it."""
+    before = node.stats()["open_files"]
+    with raw(node) as client:
+        there, here = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with here:
+            try:
+                there.setsockopt(socket.SOL_SOCKET, SO_PASSPIDFD, 1)
+            except OSError:
+                pytest.skip("before Linux 6.5 a socket gives no pidfds")
+            for _ in range(100):
+                here.send(b".")
+        pass_on(client, STATS, [there.detach()])
+    wait_until(lambda: node.stats()["open_files"] <= before, 5.0, "all are closed")
 
 
 def test_nor_does_what_lingers_in_connections_that_were_not_accepted(
