@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+from lookup_buffer.node.turns import Turns, Worker
+
 EPSILON = 1e-9
 
 
@@ -48,3 +50,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def __del__(self, *_: object) -> None:
         """There is nothing to close."""
+
+
+class PacedTurns(Turns):
+    """Does a number of steps in each turn of the loop: then its time is over."""
+
+    def __init__(self, loop: VirtualLoop, steps_per_turn: int) -> None:
+        super().__init__(loop)
+        self._most, self._done = steps_per_turn, 0
+
+    def _step(self, worker: Worker) -> bool:
+        self._done += 1
+        has_more = super()._step(worker)
+        if self._done % self._most == 0:
+            self._left = 0.0
+        return has_more

@@ -10,10 +10,9 @@ from lookup_buffer.node.arena import PEER_OWNER, Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Arrival, Handoffs, Lease
 from lookup_buffer.node.items import Item
-from lookup_buffer.node.turns import Turns, Worker
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.times import PEER_PROGRESS_SECONDS, REMEMBERED_SECONDS
-from virtual_loop import VirtualLoop
+from virtual_loop import PacedTurns, VirtualLoop
 
 if TYPE_CHECKING:
     import asyncio
@@ -328,21 +327,6 @@ def test_an_insert_that_is_cancelled_in_the_queue_leaves_its_space(
     assert owner.arena.gauges().handoff_bytes == used_bytes
 
 
-class Paced(Turns):
-    """Does a number of steps in each turn of the loop: then its time is over."""
-
-    def __init__(self, loop: VirtualLoop, steps_per_turn: int) -> None:
-        super().__init__(loop)
-        self._most, self._done = steps_per_turn, 0
-
-    def _step(self, worker: Worker) -> bool:
-        self._done += 1
-        has_more = super()._step(worker)
-        if self._done % self._most == 0:
-            self._left = 0.0
-        return has_more
-
-
 @pytest.mark.parametrize("steps_per_turn", [1, 2, 3, 4, 100])
 @pytest.mark.parametrize("turns", range(8))
 def test_an_insert_that_is_cancelled_in_any_turn_leaves_its_space(
@@ -353,7 +337,7 @@ def test_an_insert_that_is_cancelled_in_any_turn_leaves_its_space(
     item = owner.reserve(arrival_of(500_000, 300.0, rest), 9.0)
     assert item is not None
     owner.land(item)
-    owner.handoffs._turns = Paced(owner.loop, steps_per_turn)
+    owner.handoffs._turns = PacedTurns(owner.loop, steps_per_turn)
     dropped = owner.loop.create_task(insert(owner, arrival_of(100_000, 300.0)))
     smaller = owner.loop.create_task(insert(owner, arrival_of(50_000, 300.0, rest)))
     after_turns(owner, turns, dropped.cancel)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lookup_buffer.errors import BufferFull
-from lookup_buffer.node import arena, turns
+from lookup_buffer.node import arena
 from lookup_buffer.node.arena import EXPIRED_PAGE, PEER_OWNER, Arena
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.devices import Lanes, Pools, _Offered
@@ -21,7 +21,7 @@ from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import OpenPool
 from lookup_buffer.shm import allocator
 from steps import steps_of
-from virtual_loop import VirtualLoop
+from virtual_loop import PacedTurns, VirtualLoop
 
 NAMESPACE = "f" * 64
 NONE = TensorHeader.of_none()
@@ -218,10 +218,8 @@ def test_room_that_helps_no_hand_off_that_waits_costs_little(full: Node) -> None
     assert admitted == [True] + [False] * (MANY - 1)
 
 
-def test_hand_offs_that_wait_are_tried_in_many_turns_of_the_loop(
-    full: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(turns, "TURN_SECONDS", -1.0)
+def test_hand_offs_that_wait_are_tried_in_many_turns_of_the_loop(full: Node) -> None:
+    full.handoffs._turns = PacedTurns(full.loop, steps_per_turn=1)
     arrivals = [full.wait(f"w{n}@s", 64) for n in range(20)]
     full.loop.run(0.0)
     so_far: list[int] = []
@@ -268,11 +266,9 @@ def test_a_take_tries_one_of_the_inserts_that_are_offered_at_its_key(full: Node)
     assert admitted == [False, True, *[False] * 22]
 
 
-def test_expired_hand_offs_make_room_in_many_turns_of_the_loop(
-    full: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expired_hand_offs_make_room_in_many_turns_of_the_loop(full: Node) -> None:
     """Also for an insert that does not wait."""
-    monkeypatch.setattr(turns, "TURN_SECONDS", -1.0)
+    full.handoffs._turns = PacedTurns(full.loop, steps_per_turn=1)
     full.loop.now = 300.0
     left: list[int] = []
 
