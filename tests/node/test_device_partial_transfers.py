@@ -110,12 +110,20 @@ def test_a_reader_killed_during_a_payload(
     third = start_end()
     warm(first, third)
     before = first.do("(threads(), files())")
-    read, _ = some(first)
-    second.do(f"place.strike({second.pid}, {int(signal.SIGKILL)})")
-    second.begin(read)
-    wait_until(second.has_sent, 20.0)
-    with pytest.raises(EOFError):
-        second.receive()  # what it read; but it has ended
+    for _ in range(TRIES):
+        read, _ = some(first)
+        second.do(f"place.strike({second.pid}, {int(signal.SIGKILL)})")
+        second.begin(read)
+        wait_until(second.has_sent, 20.0)
+        try:
+            second.receive()
+        except EOFError:
+            break
+        second.kill()  # it had all of it before
+        second = start_end(second.node)
+        warm(first, second)
+    else:
+        pytest.fail("no fault fell into the middle of a payload")
     second.kill()
     at_rest(second.node, seconds=20.0)
     wait_until(lambda: first.do("lane.gauges().pinned_bytes") == 0, 20.0)
