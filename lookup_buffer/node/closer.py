@@ -88,7 +88,7 @@ def urgent_in_line(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
 
 
-def _descriptors_in(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+def descriptors_in(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
     """Those that were sent, and those of senders, for which the client had the socket ask."""
     kinds = (socket.SCM_RIGHTS, _SCM_PIDFD)
     found = array("i")
@@ -148,7 +148,7 @@ def _receive(connection: socket.socket) -> list[int]:
             data, ancillary, _, _ = connection.recvmsg(
                 READ_BYTES, _ANCILLARY_BYTES, socket.MSG_DONTWAIT
             )
-            if descriptors := _descriptors_in(ancillary):
+            if descriptors := descriptors_in(ancillary):
                 return descriptors
             empty += not data
     return []

@@ -25,7 +25,7 @@ from termios import TIOCOUTQ
 from typing import Any, Protocol, TypeVar
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
-from lookup_buffer.node.closer import RECEIVED_MAX, Closer, urgent_in_line
+from lookup_buffer.node.closer import RECEIVED_MAX, Closer, descriptors_in, urgent_in_line
 from lookup_buffer.node.shares import Shares, size_of
 from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.framing import MAX_HEADER_BYTES, FrameDecoder, Macs, encode_frame
@@ -307,7 +307,7 @@ class Connection:
             self.end(None)
             return False
         if ancillary:
-            self._descriptors.extend(_descriptors_in(ancillary))
+            self._descriptors.extend(descriptors_in(ancillary))
         if not data:
             self.end(None)
             return False
@@ -483,11 +483,3 @@ class Session:
             self._ended.set()
         for connection in list(self.connections):
             connection.end(None)
-
-
-def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    found = array.array("i")
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return found.tolist()

@@ -6,16 +6,21 @@ from store.topology import LEFT_MAX, SLOTS, ClusterTopology, open_topology
 from store.url import parse
 
 
+def new_topology() -> ClusterTopology:
+    topology = open_topology(
+        parse("redis-cluster://127.0.0.1:7000"),
+        call_timeout_seconds=1.0,
+        connect_timeout_seconds=1.0,
+    )
+    assert isinstance(topology, ClusterTopology)
+    return topology
+
+
 def test_servers_that_left_are_not_kept_for_ever() -> None:
     """Replaced pods have new addresses."""
 
     async def replace_all(times: int) -> tuple[int, list[int]]:
-        topology = open_topology(
-            parse("redis-cluster://127.0.0.1:7000"),
-            call_timeout_seconds=1.0,
-            connect_timeout_seconds=1.0,
-        )
-        assert isinstance(topology, ClusterTopology)
+        topology = new_topology()
         (seed,) = topology._known.values()
         failovers = []
         for number in range(times):
@@ -38,12 +43,7 @@ def test_servers_that_left_are_not_kept_for_ever() -> None:
 
 def test_a_map_with_slots_that_do_not_exist_takes_no_memory_for_them() -> None:
     async def apply() -> None:
-        topology = open_topology(
-            parse("redis-cluster://127.0.0.1:7000"),
-            call_timeout_seconds=1.0,
-            connect_timeout_seconds=1.0,
-        )
-        assert isinstance(topology, ClusterTopology)
+        topology = new_topology()
         (seed,) = topology._known.values()
         topology._apply_map(seed, [[-5, 10**15, [b"10.0.0.1", 6379, b"id"]]])
         assert len(topology._slots) == SLOTS
