@@ -470,7 +470,9 @@ class Server:
                 f"the node that runs here has {name} = {self.expects.get(name)!r}, but this "
                 f"configuration has {wanted!r}; make them equal, or use another directory"
             )
-        self._serving.own(self.loop.create_task(self._serve(connection, request)))
+        session = self._open(connection, request)
+        self._serving.own(self.loop.create_task(self._serve(session)))
+        self._welcome(connection, session, request)
 
     def _open(self, connection: Connection, request: Hello) -> Session:
         seat = None if request.seat is None else Seat(*request.seat)
@@ -493,20 +495,15 @@ class Server:
         descriptors = [memory.fd, self.arena.local_index.fd, self.remote_index.fd]
         connection.send_with_descriptors(fields, descriptors)
 
-    async def _serve(self, connection: Connection, request: Hello) -> None:
-        """One session, from its start until its pins are released. If its main connection breaks
-        without a Goodbye, these are kept until its process has ended, or for QUARANTINE_SECONDS:
-        the client may be copying."""
-        if self._of.get(connection, True):  # it has ended, or a session by what came with its Hello
-            connection.end(ProtocolError("hello out of turn"))
-            return
-        process = ClientProcess(self.loop, connection)
-        session = self._open(connection, request)
+    async def _serve(self, session: Session) -> None:
+        """One session, until its pins are released. If its main connection breaks without a
+        Goodbye, these are kept until its process has ended, or for QUARANTINE_SECONDS: the client
+        may be copying."""
+        process = ClientProcess(self.loop, session.anchor)
         end = partial(session.end, says_goodbye=False)
         process.ended.add_done_callback(lambda _: self.loop.call_later(LAST_READ_SECONDS, end))
         try:
             try:
-                self._welcome(connection, session, request)
                 says_goodbye = await session.run()
             finally:
                 del self._sessions[session.id]

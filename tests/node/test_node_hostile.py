@@ -15,7 +15,7 @@ import torch
 
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.protocol import messages
-from lookup_buffer.protocol.framing import encode_frame
+from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.shm.memory import Staging
 from nodes import MIB, NodeProcess, at_rest, key, wait_until
@@ -101,19 +101,28 @@ def test_no_reply_is_sent_before_hello(node: NodeProcess) -> None:
             assert hostile.ended(), request
 
 
-def test_what_comes_together_with_a_hello_leaves_no_session(node: NodeProcess) -> None:
-    """The session begins a turn of the loop later: what ends it before that ends it, too."""
+def test_what_comes_together_with_a_hello_is_of_its_session(node: NodeProcess) -> None:
     hello = messages.Hello(1, messages.VERSION, None, node.config.expectations())
     before = node.stats()["sessions"]
-    for request in (hello, messages.Stats(2), messages.Stage(2), messages.Goodbye(2)):
+    together = encode_frame(hello.to_wire())
+    for request in (hello, messages.Stage(2), messages.Goodbye(2)):
         for _ in range(5):
             with raw(node, session=False) as hostile:
-                both = encode_frame(hello.to_wire()) + encode_frame(request.to_wire())
-                hostile.socket.sendall(both)
+                hostile.socket.sendall(together + encode_frame(request.to_wire()))
                 assert hostile.ended(), request
     with raw(node, session=False) as hostile:
-        hostile.socket.sendall(encode_frame(hello.to_wire()) + b"\xff" * 20)
+        hostile.socket.sendall(together + b"\xff" * 20)
         assert hostile.ended()
+    with raw(node, session=False) as client:
+        client.socket.sendall(together + encode_frame(messages.Stats(2).to_wire()))
+        decoder = FrameDecoder()
+        answers: list[Any] = []
+        while len(answers) < 2:
+            data = client.socket.recv(65536)
+            assert data, "the node ended the connection"
+            answers += [frame.header for frame in decoder.feed(data)]
+        assert [answer["id"] for answer in answers] == [1, 2]
+        assert answers[1]["stats"]["sessions"] == before, "one, as when `before` was asked for"
     wait_until(lambda: node.stats()["sessions"] == before, 5.0)
 
 
