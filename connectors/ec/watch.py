@@ -6,7 +6,7 @@ attributes of vLLM's requests and uses neither vLLM nor the buffer.
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from connectors.identifiers import Adapters, ItemPayload, NotShareable, payload_of, shared_key
@@ -129,9 +129,9 @@ class RequestState:
                     self.unavailable_end = end
                 continue
             variants.add((key, rows))
-            by_identifier[feature.identifier] = RequestItem(
-                feature.identifier, key, end, rows, payload, feature.modality, index
-            )
+            item = RequestItem(feature.identifier, key, end, rows, payload, feature.modality, index)
+            earlier = by_identifier.get(feature.identifier, item)
+            by_identifier[feature.identifier] = _of_both(earlier, item)
         self.items = list(by_identifier.values())
         self.metadata_only = any(item.payload is ItemPayload.METADATA for item in self.items)
         self.feature_count = len(features)
@@ -206,6 +206,15 @@ class RequestState:
         self.absent.clear()
         self.unclaimed.clear()
         self.allocated.clear()
+
+
+def _of_both(earlier: RequestItem, item: RequestItem) -> RequestItem:
+    """`item`, which the request has more than once. If one of them carries no media, it needs
+    another engine's output: vLLM may come to that one first."""
+    if earlier.payload is item.payload:
+        return item
+    media = item if item.payload is ItemPayload.MEDIA else earlier
+    return replace(item, payload=ItemPayload.METADATA, index=media.index)
 
 
 def embeds_of(feature: Any) -> int:

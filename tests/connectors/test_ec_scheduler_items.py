@@ -120,6 +120,26 @@ def test_a_metadata_request_waits_then_fails_alone() -> None:
     assert bench.buffer.fleet.given_back == ["A"], "the query releases its claim"
 
 
+@pytest.mark.parametrize("bare", [0, 1])
+def test_an_item_with_media_and_without_needs_its_output(bare: int) -> None:
+    """Two parts of a prompt have one uuid. vLLM would encode the one that it comes to first."""
+    bench = Bench()
+    request = make_request("r", "A", "A")
+    request.mm_features[bare].data = None
+    for _ in range(2):
+        assert not bench.ensure(request)
+        assert not bench.scheduler.gate.take_unavailable_requests()
+        bench.clock.now += METADATA_WAIT_SECONDS / 2
+    assert not bench.ensure(request)
+    (why,) = bench.scheduler.gate.take_unavailable_requests().values()
+    assert why.reason == "absent"
+    bench.store("A")
+    delivered = make_request("delivered", "A", "A")
+    delivered.mm_features[bare].data = None
+    assert bench.ensure(delivered)
+    assert bench.allocate(delivered), "it is loaded"
+
+
 def test_a_metadata_request_passes_once_the_item_is_published() -> None:
     bench = Bench()
     request = make_request("r", "A", metadata_only=True)

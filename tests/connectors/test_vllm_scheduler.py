@@ -277,6 +277,19 @@ def test_random_traffic_with_some_wrong_identifiers(
     assert min(len(engine.loaded), len(answered & traffic.misnaming)) > 10
 
 
+@pytest.mark.parametrize("bare", [0, 1], ids=["first", "second"])
+def test_an_image_with_media_and_without_fails_its_request_alone(
+    bare: int, fleet: LedgerFleet, make_engine: MakeEngine
+) -> None:
+    """One uuid in two parts of a prompt, as of two modalities: vLLM would encode what has no
+    media."""
+    engine = make_engine(Room())
+    engine.add("both", "A", "A", bare=[bare], max_tokens=2)
+    engine.add("other", "C", max_tokens=2)
+    finish(engine, fleet)
+    assert engine.reasons == {"both": "error", "other": "length"}
+
+
 def test_an_evicted_image_that_a_prompt_repeats_is_loaded_again(
     fleet: LedgerFleet,
     make_engine: MakeEngine,

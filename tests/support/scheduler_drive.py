@@ -11,7 +11,7 @@ import hashlib
 import tempfile
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,11 +158,14 @@ class DrivenEngine:
 
     # -- its clients
 
-    def add(self, request_id: str, *names: str, **values: Any) -> None:
+    def add(self, request_id: str, *names: str, bare: Sequence[int] = (), **values: Any) -> None:
+        """`bare`: which of the items carry no media."""
         identifiers = [content(name) for name in names]
         request = host_checks.host_request(
             request_id, *identifiers, block_hasher=self._hasher, **values
         )
+        for index in bare:
+            request.mm_features[index].data = None
         self._features[request_id] = request.mm_features
         self.scheduler.add_request(request)
 
