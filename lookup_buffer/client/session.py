@@ -470,19 +470,30 @@ class NodeConnection:
     def receive_with_descriptors(self, deadline: float) -> tuple[dict[str, Any], list[int]]:
         """The first message and the descriptors sent with it, which the caller owns."""
         descriptors: list[int] = []
+        try:
+            return self._first_message(descriptors, deadline), descriptors
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+
+    def _first_message(self, descriptors: list[int], deadline: float) -> dict[str, Any]:
+        """What comes with it is appended to `descriptors`."""
         while True:
             try:
                 self._socket.settimeout(max(deadline - time.monotonic(), 1e-6))
-                data, found, _, _ = socket.recv_fds(self._socket, READ_BYTES, DESCRIPTORS_MAX)
+                data, found, _, _ = socket.recv_fds(
+                    self._socket, READ_BYTES, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+                )
             except OSError as error:
                 raise self._broken(error) from error
+            descriptors += found
             if not data:
                 raise self._broken(OSError("it closed the connection"))
-            descriptors += found
             for message in self._decode(data):
                 if "error" in message:
                     raise error_of(message)
-                return message, descriptors
+                return message
 
     def stage(self, nbytes: int, timeout: float) -> Staging:
         """This connection's staging area, grown to hold `nbytes`."""
