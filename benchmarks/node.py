@@ -166,7 +166,7 @@ def transfer(
 ) -> None:
     """One fetch, until the bytes are verified and visible in the arena."""
     came: asyncio.Future[Fetched] = loop.create_future()
-    fetcher.fetch([Wanted(address, located, came.set_result)])
+    loop.call_soon(fetcher.fetch, [Wanted(address, located, came.set_result)])
     fetched = loop.run_until_complete(came)
     assert fetched.held is not None, fetched.reason
     held.append(fetched.held)

@@ -27,6 +27,7 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
+from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.auth import (
     HELLO_BYTES,
     Accepts,
@@ -208,8 +209,10 @@ async def greet(
     stream: socket.socket,
     credentials: Credentials,
     accepts: Accepts,
+    turns: Turns,
 ) -> Link:
-    """The accepting side, for a newly accepted socket, which is closed on any error.
+    """The accepting side, for a newly accepted socket, which is closed on any error. The handshakes
+    of TLS share `turns`.
 
     Raises:
         NodeRefused: another token or version, or it is for another node, or its certificate does
@@ -219,7 +222,7 @@ async def greet(
     trust = Trust()
     async with _translated("no handshake in time", HANDSHAKE_SECONDS):
         if credentials.tls is not None:
-            stream = secured = await _accepted_by_tls(loop, stream, credentials.tls)
+            stream = secured = await _accepted_by_tls(loop, stream, credentials.tls, turns)
             accepts, trust = _of_certified(secured, accepts), trust_of(secured)
         agreement = await _agree(loop, stream, server_dialogue(credentials.token, accepts))
     return Link(stream, agreement.purpose, agreement.macs, agreement.version, trust)
@@ -347,12 +350,13 @@ async def _ready(
     move: Callable[[], T],
     *,
     for_reading: bool,
+    turns: Turns | None = None,
 ) -> T:
-    """The result of `move`, once the socket is ready for it."""
+    """The result of `move`, once the socket is ready for it. `turns`: in which to call it."""
     while True:
         reads = for_reading
         try:
-            return move()
+            return move() if turns is None else await turns.run(move)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             if isinstance(error, ssl.SSLError):
                 reads = isinstance(error, ssl.SSLWantReadError)
@@ -383,7 +387,7 @@ async def _dialled_by_tls(
     """Raises TlsRefused: the certificate there is not of `node`."""
     secured = tls.dialled(stream)
     try:
-        await _shake_hands(loop, secured)
+        await _ready(loop, secured, secured.do_handshake, for_reading=True)
         check_names(secured, node)
     except ConnectionError as error:
         secured.close()
@@ -395,7 +399,7 @@ async def _dialled_by_tls(
 
 
 async def _accepted_by_tls(
-    loop: asyncio.AbstractEventLoop, stream: socket.socket, tls: Tls
+    loop: asyncio.AbstractEventLoop, stream: socket.socket, tls: Tls, turns: Turns
 ) -> TlsSocket:
     """Raises TlsRefused: the client speaks no TLS, and is told so."""
     try:
@@ -413,7 +417,7 @@ async def _accepted_by_tls(
     secured = tls.accepted(stream)
     try:
         try:
-            await _shake_hands(loop, secured)
+            await _ready(loop, secured, secured.do_handshake, for_reading=True, turns=turns)
         except ssl.SSLError:
             with suppress(OSError):  # with bytes unread it would get a reset, and not the reason
                 raw = partial(socket.socket.recv, secured, _READ_BYTES)
@@ -423,10 +427,6 @@ async def _accepted_by_tls(
         secured.close()
         raise
     return secured
-
-
-async def _shake_hands(loop: asyncio.AbstractEventLoop, secured: TlsSocket) -> None:
-    await _ready(loop, secured, secured.do_handshake, for_reading=True)
 
 
 def _of_certified(secured: TlsSocket, accepts: Accepts) -> Accepts:

@@ -125,12 +125,15 @@ class PeerServer:
     _senders: ThreadPool = field(default_factory=lambda: ThreadPool(SENDERS_MAX, "lb-send"))
     _trusts: dict[Connection, Trust] = field(default_factory=dict)
     """Of the connections for tensors and hand-offs; those for `doctor` end soon in any case."""
+    greeting: Turns = field(init=False)
+    """Of the handshakes of TLS."""
     turns: Turns = field(init=False)
     """Of the readers' requests."""
     answering: Turns = field(init=False)
     """Of the answers to them."""
 
     def __post_init__(self) -> None:
+        self.greeting = Turns(self.loop)
         self.turns, self.answering = Turns(self.loop), Turns(self.loop)
 
     def listen(self, address: str) -> str:
@@ -222,7 +225,7 @@ class PeerServer:
 
     async def _admit(self, stream: socket.socket, host: str) -> None:
         try:
-            link = await greet(self.loop, stream, self.credentials, self._refused)
+            link = await greet(self.loop, stream, self.credentials, self._refused, self.greeting)
         except ProtocolError:
             self.counters.add("protocol_errors")
             return

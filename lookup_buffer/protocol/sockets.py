@@ -112,9 +112,8 @@ class SocketGuard:
             ignore_errors(lambda: self._socket.setsockopt(*linger))
         if others or not reset:
             # Ends the waits of other threads. It also sends an orderly end, which must not precede
-            # a reset. Not the `shutdown` of a TLS socket, which drops its keys first: bytes that
-            # another thread is about to send would then be sent unencrypted.
-            ignore_errors(lambda: socket.socket.shutdown(self._socket, socket.SHUT_RDWR))
+            # a reset.
+            ignore_errors(lambda: self._socket.shutdown(socket.SHUT_RDWR))
         self._leave()
 
     def _enter(self) -> None:

@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from lookup_buffer.config import TLS_FILES, TlsFiles
 from lookup_buffer.errors import ConfigError, NodeRefused
@@ -30,6 +31,15 @@ RECORD_BYTES: Final = 16 << 10
 """Of one record."""
 SEND_BYTES: Final = 4 * RECORD_BYTES
 """Of one send. With one record each, transfers were 15 % slower."""
+PIECE_BYTES: Final = 17 << 10
+"""Of what has come, as OpenSSL gets it. No record is longer. 640 changes of keys fit, which take it
+14 ms."""
+THREADS_PIECE_BYTES: Final = 256 << 10
+"""The same on a thread that waits for as much: in small pieces it takes 1.5 times as long."""
+HANDSHAKE_PIECE_BYTES: Final = 2 << 10
+"""The same in a handshake: 340 records of one byte, 1 ms. An honest handshake takes as long."""
+WITHOUT_DATA_MAX: Final = 64 << 10
+"""Of a handshake, or of records without data. A handshake with three certificates has 8 KiB."""
 _SETTINGS: Final = dict(
     zip(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), TLS_FILES, strict=True)
 )
@@ -45,7 +55,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class TlsSocket(ssl.SSLSocket):
+class TlsSocket(socket.socket):
     """A TLS connection with the methods and meanings of a plain socket that this package uses.
 
     So one thread may send while another receives, and MSG_DONTWAIT, SO_RCVTIMEO and SO_SNDTIMEO
@@ -53,25 +63,36 @@ class TlsSocket(ssl.SSLSocket):
     to wait does so outside of them. What a send could not send is repeated by the next one, which
     begins with the same bytes and is not shorter.
 
+    OpenSSL gets what has come in pieces. From a socket it would read for as long as something comes
+    that has no data in it: a handshake in records of one byte, or changes of keys. A call here
+    takes one such piece, and a connection with more than WITHOUT_DATA_MAX of them is ended.
+
     `dup` returns the same object, which the last `close` closes.
     """
 
-    def __new__(cls, *arguments: Any, **options: Any) -> "TlsSocket":
-        self = super().__new__(cls, *arguments, **options)
+    def __init__(
+        self, stream: socket.socket, context: ssl.SSLContext, *, server_side: bool
+    ) -> None:
+        """Takes the descriptor of `stream`, newly connected."""
+        self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._received, self._to_send, server_side=server_side)
+        super().__init__(stream.family, stream.type, stream.proto, fileno=stream.detach())
+        super().setblocking(False)
         self._turn = _Turn()
         self._waits = False
         self._seconds = {socket.SO_RCVTIMEO: math.inf, socket.SO_SNDTIMEO: math.inf}
+        self._without_data = 0
+        """Bytes received since the last data."""
+        self._has_ended = False
+        self._unsent = memoryview(b"")
+        """Of the records of the send that is to be repeated."""
+        self._unsent_of = 0
+        """How many bytes of data they have."""
         self._owners = 1
         self._counting = threading.Lock()
-        return self
 
     contexts: "_Contexts"
     """What it was made with; of a socket that `Tls` has made."""
-    _turn: "_Turn"
-    _waits: bool
-    _seconds: dict[int, float]
-    _owners: int
-    _counting: threading.Lock
 
     def shake_hands(self, timeout: float) -> None:
         """The handshake of TLS on the caller's thread, in so many seconds.
@@ -82,27 +103,49 @@ class TlsSocket(ssl.SSLSocket):
         self._waits, self._seconds[socket.SO_RCVTIMEO] = True, timeout
         self._moved(self.do_handshake, socket.SO_RCVTIMEO)
 
+    def do_handshake(self) -> None:
+        """Go on with the handshake, by what has come.
+
+        Raises:
+            SSLWantReadError, SSLWantWriteError: call it again when the socket is ready for that.
+            OSError: it failed.
+        """
+        self._flush()
+        try:
+            self._shake()
+        except ssl.SSLWantReadError:
+            self._fill(HANDSHAKE_PIECE_BYTES)
+            self._shake()
+        self._without_data = 0
+
+    def getpeercert(self) -> dict[str, Any]:
+        """The certificate of the other end, after the handshake."""
+        return dict(self._tls.getpeercert() or {})
+
     def recv(self, buflen: int = RECORD_BYTES, flags: int = 0) -> bytes:
-        return self._moved(lambda: super(TlsSocket, self).recv(buflen), socket.SO_RCVTIMEO, flags)
+        memory = bytearray(buflen)
+        return bytes(memory[: self.recv_into(memory, 0, flags)])
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        move = super().recv_into
-        return self._moved(lambda: move(buffer, nbytes or None), socket.SO_RCVTIMEO, flags)
+        with memoryview(buffer) as whole, whole[: nbytes or None] as target:
+            most = PIECE_BYTES
+            if self._waits and not flags & socket.MSG_DONTWAIT:
+                most = max(most, min(len(target), THREADS_PIECE_BYTES))
+            return self._moved(partial(self._read, target, most), socket.SO_RCVTIMEO, flags)
 
-    def recvmsg(  # type: ignore[override]  # refused by the base class
+    def recvmsg(
         self, bufsize: int, ancbufsize: int = 0, flags: int = 0
     ) -> tuple[bytes, list[Any], int, None]:
         """Descriptors cannot come: `ancbufsize` does not count."""
         return self.recv(bufsize, flags), [], 0, None
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Sends at most SEND_BYTES: OpenSSL would count more as sent only when all of it is, and so
-        nobody could see that a slow receiver makes progress."""
-        move = super().send
+        """Sends at most SEND_BYTES, which count as sent when the kernel has their records: so one
+        can see that a slow receiver makes progress."""
         with memoryview(data) as whole, whole[:SEND_BYTES] as records:
-            return self._moved(lambda: move(records), socket.SO_SNDTIMEO, flags)
+            return self._moved(partial(self._write, records), socket.SO_SNDTIMEO, flags)
 
-    def sendmsg(  # type: ignore[override]  # refused by the base class
+    def sendmsg(  # type: ignore[override]  # no address
         self, buffers: Iterable[Any], ancdata: Iterable[Any] = (), flags: int = 0
     ) -> int:
         """At most what fits one record is sent."""
@@ -156,6 +199,85 @@ class TlsSocket(ssl.SSLSocket):
         poller.register(self, event)
         if not poller.poll(None if seconds == math.inf else max(0.0, seconds) * 1000):
             raise BlockingIOError(errno.EAGAIN, "the time for TLS has passed")
+
+    # -- calls of OpenSSL, and what they need of the kernel: none waits
+
+    def _shake(self) -> None:
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            self._flush()
+            raise
+        except ssl.SSLError:
+            with suppress(OSError):
+                self._flush()  # it says why
+            raise
+        self._flush()
+
+    def _read(self, target: memoryview, most: int) -> int:
+        """What OpenSSL has, or can make of one more piece of at most `most` bytes. It keeps none of
+        it if `target` has room for PIECE_BYTES and a record: a selector sees only what is in the
+        kernel."""
+        got, has_filled = self._decrypted(target), False
+        while got == 0 and len(target) and not self._has_ended:
+            if has_filled:
+                raise ssl.SSLWantReadError
+            self._fill(most)
+            got, has_filled = self._decrypted(target), True
+        return got
+
+    def _decrypted(self, target: memoryview) -> int:
+        got = 0
+        try:
+            while got < len(target) and not self._has_ended:
+                read = cast("int", self._tls.read(len(target) - got, target[got:]))
+                self._has_ended = read == 0
+                got += read
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLEOFError:
+            self._has_ended = True
+        if got:
+            self._without_data = 0
+        return got
+
+    def _fill(self, most: int) -> None:
+        """Give OpenSSL a piece of what the kernel has."""
+        if self._without_data > WITHOUT_DATA_MAX or self._to_send.pending > WITHOUT_DATA_MAX:
+            raise _WithoutData
+        try:
+            piece = super().recv(most)
+        except (BlockingIOError, InterruptedError) as error:
+            raise ssl.SSLWantReadError from error
+        self._without_data += len(piece)
+        if piece:
+            self._received.write(piece)
+        else:
+            self._received.write_eof()
+
+    def _write(self, data: memoryview) -> int:
+        if not self._unsent:
+            self._unsent_of = 0
+            while self._unsent_of < len(data):  # a record each
+                self._unsent_of += self._tls.write(data[self._unsent_of :])
+        self._flush()
+        return self._unsent_of
+
+    def _flush(self) -> None:
+        """Give the kernel all that OpenSSL has made."""
+        while True:
+            if not self._unsent:
+                if not self._to_send.pending:
+                    return
+                self._unsent = memoryview(self._to_send.read())
+            try:
+                self._unsent = self._unsent[super().send(self._unsent) :]
+            except (BlockingIOError, InterruptedError) as error:
+                raise ssl.SSLWantWriteError from error
+
+
+class _WithoutData(ssl.SSLError):
+    reason = "TOO_MUCH_WITHOUT_DATA"
 
 
 class _Turn:
@@ -321,7 +443,7 @@ def is_reader(stream: TlsSocket) -> bool:
 def trust_of(stream: TlsSocket) -> Trust:
     """How long the certificate of the other end counts, after the handshake: until it expires or
     its authority does, or until the files change."""
-    certificate: dict[str, Any] = stream.getpeercert() or {}
+    certificate = stream.getpeercert()
     expires = ssl.cert_time_to_seconds(certificate["notAfter"])
     by_authority = _authority_expires(stream.contexts.authorities, certificate)
     return Trust(stream.contexts, min(expires, by_authority))
@@ -341,14 +463,10 @@ def _wrapped(
     stream: socket.socket, contexts: _Contexts, context: ssl.SSLContext, *, server_side: bool
 ) -> TlsSocket:
     try:
-        stream.setblocking(False)
-        secured = context.wrap_socket(
-            stream, server_side=server_side, do_handshake_on_connect=False
-        )
+        secured = TlsSocket(stream, context, server_side=server_side)
     except BaseException:
         stream.close()
         raise
-    assert isinstance(secured, TlsSocket)
     secured.contexts = contexts
     return secured
 
@@ -377,7 +495,6 @@ def _contexts(files: TlsFiles, node: str, *, read_only: bool) -> _Contexts:
     dials.keylog_filename = None  # type: ignore[assignment]  # SSLKEYLOGFILE would get all keys
     for context in (dials, accepts):
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.sslsocket_class = TlsSocket
     contexts = _Contexts(dials, accepts, dials.get_ca_certs())
     own = _checked_own(contexts, files, node, read_only=read_only)
     contexts.expires = ssl.cert_time_to_seconds(own["notAfter"])

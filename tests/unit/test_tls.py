@@ -8,10 +8,21 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from termios import FIONREAD
 
 import pytest
 
-from lookup_buffer.protocol.tls import RECORD_BYTES, SEND_BYTES, Tls, TlsSocket
+from lookup_buffer.protocol.sockets import bytes_in_kernel
+from lookup_buffer.protocol.tls import (
+    HANDSHAKE_PIECE_BYTES,
+    PIECE_BYTES,
+    RECORD_BYTES,
+    SEND_BYTES,
+    WITHOUT_DATA_MAX,
+    Tls,
+    TlsSocket,
+    explained,
+)
 from node_certificates import Files
 from patience import scaled
 
@@ -110,6 +121,80 @@ def test_a_record_that_trickles_is_bounded_by_the_timeout(tls: Tls) -> None:
         stream.close()
         there.close()
         other.join()
+
+
+def unread(stream: socket.socket) -> int:
+    return bytes_in_kernel(stream, FIONREAD)
+
+
+def test_a_handshake_in_records_of_a_byte_is_taken_in_pieces(tls: Tls) -> None:
+    """One call of OpenSSL would take all that a stranger sends: 0.4 s for 131,000 of them."""
+    here, there = socket.socketpair()
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    hello = b"\x01" + (100_000).to_bytes(3, "big") + bytes(30_000)
+    records = b"".join(b"\x16\x03\x01\x00\x01" + bytes([one]) for one in hello)
+    there.setblocking(False)
+    left = records[there.send(records) :]
+    accepted = tls.accepted(here)
+    with accepted, there:
+        sent = len(records) - len(left)
+        assert sent > WITHOUT_DATA_MAX + HANDSHAKE_PIECE_BYTES
+        taken = []
+        with pytest.raises(ssl.SSLError) as refusal:
+            while True:
+                before = unread(accepted)
+                with suppress(ssl.SSLWantReadError):
+                    accepted.do_handshake()
+                taken.append(before - unread(accepted))
+    assert "too much without data" in explained(refusal.value)
+    assert max(taken) <= HANDSHAKE_PIECE_BYTES
+    assert sum(taken) <= WITHOUT_DATA_MAX + HANDSHAKE_PIECE_BYTES
+
+
+def test_records_without_data_are_taken_in_pieces(tls: Tls) -> None:
+    """Tickets here; changes of keys are read in the same way."""
+    here, there = socket.socketpair()
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = tls._current().accepts
+    context.num_tickets = 100
+    try:
+        peer = context.wrap_bio(received, sent, server_side=True)
+    finally:
+        context.num_tickets = 0
+    dialled = tls.dialled(here)
+    with dialled, there:
+        there.settimeout(scaled(5.0))
+        is_done = False
+        while not is_done:
+            with suppress(ssl.SSLWantReadError):
+                dialled.do_handshake()
+            received.write(there.recv(1 << 16))
+            with suppress(ssl.SSLWantReadError):
+                peer.do_handshake()
+                is_done = True
+            there.sendall(sent.read())
+        taken = []
+        with pytest.raises(ssl.SSLError) as refusal:
+            while True:
+                before = unread(dialled)
+                with suppress(BlockingIOError):
+                    dialled.recv(1 << 16)
+                taken.append(before - unread(dialled))
+    assert "too much without data" in explained(refusal.value)
+    assert max(taken) <= PIECE_BYTES
+    assert sum(taken) <= WITHOUT_DATA_MAX + PIECE_BYTES
+
+
+def test_small_records_leave_nothing_that_a_selector_does_not_see(ends: Ends) -> None:
+    here, there = ends
+    for end in ends:
+        end.setblocking(False)
+    for number in range(200):
+        assert here.send(bytes([number])) == 1
+    got = b""
+    while unread(there):
+        got += there.recv(1 << 16)
+    assert got == bytes(range(200))
 
 
 def test_one_thread_sends_while_another_receives(ends: Ends) -> None:
