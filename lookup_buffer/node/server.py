@@ -471,7 +471,8 @@ class Server:
                 f"configuration has {wanted!r}; make them equal, or use another directory"
             )
         session = self._open(connection, request)
-        self._serving.own(self.loop.create_task(self._serve(session)))
+        process = ClientProcess(self.loop, connection)  # which its end would not show any more
+        self._serving.own(self.loop.create_task(self._serve(session, process)))
         self._welcome(connection, session, request)
 
     def _open(self, connection: Connection, request: Hello) -> Session:
@@ -495,11 +496,10 @@ class Server:
         descriptors = [memory.fd, self.arena.local_index.fd, self.remote_index.fd]
         connection.send_with_descriptors(fields, descriptors)
 
-    async def _serve(self, session: Session) -> None:
+    async def _serve(self, session: Session, process: ClientProcess) -> None:
         """One session, until its pins are released. If its main connection breaks without a
         Goodbye, these are kept until its process has ended, or for QUARANTINE_SECONDS: the client
         may be copying."""
-        process = ClientProcess(self.loop, session.anchor)
         end = partial(session.end, says_goodbye=False)
         process.ended.add_done_callback(lambda _: self.loop.call_later(LAST_READ_SECONDS, end))
         try:

@@ -392,5 +392,5 @@ class HandoffMachine(RuleBasedStateMachine):
 
 
 TestHandoffs = HandoffMachine.TestCase
-TestHandoffs.settings = settings(max_examples=examples(250), stateful_step_count=50)
+TestHandoffs.settings = settings(max_examples=examples(160), stateful_step_count=50)
 assert BYTES_PER_SECOND_MIN > CAPACITY, "the size of an item does not count in its lease"
