@@ -109,12 +109,14 @@ def payload_of(feature: Any, metadata_fields: Callable[[str], set[str]]) -> Item
     present = {name: value for name, value in values.items() if value is not None}
     if any(name.endswith(_EMBEDDING_SUFFIXES) for name in present):
         return ItemPayload.EMBEDDINGS
-    if any(getattr(value, "nbytes", 0) >= _SURELY_MEDIA_BYTES for value in present.values()):
+    # vLLM's renderer also passes the fields that stay on the CPU, which may be large: the times of
+    # all frames of a video. No model keeps its media there. A chat request refers to a modality
+    # without metadata fields only if it carries the media.
+    stays = {name for name in present if _stays_on_cpu(data[name])}
+    moved = present.keys() - stays
+    if any(getattr(present[name], "nbytes", 0) >= _SURELY_MEDIA_BYTES for name in moved):
         return ItemPayload.MEDIA
-    # vLLM's renderer also passes the fields that stay on the CPU. A chat request refers to a
-    # modality without metadata fields only if it carries the media.
-    sizes = {name for name in present if _stays_on_cpu(data[name])}
-    if present.keys() <= sizes or present.keys() <= sizes | metadata_fields(feature.modality):
+    if not moved or moved <= metadata_fields(feature.modality):
         return ItemPayload.METADATA
     return ItemPayload.MEDIA
 

@@ -211,10 +211,11 @@ class RequestState:
 def _of_both(earlier: RequestItem, item: RequestItem) -> RequestItem:
     """`item`, which the request has more than once. If one of them carries no media, it needs
     another engine's output: vLLM may come to that one first."""
-    if earlier.payload is item.payload:
-        return item
-    media = item if item.payload is ItemPayload.MEDIA else earlier
-    return replace(item, payload=ItemPayload.METADATA, index=media.index)
+    if item.payload is ItemPayload.MEDIA and earlier.payload is ItemPayload.METADATA:
+        return replace(item, payload=ItemPayload.METADATA)
+    if item.payload is ItemPayload.METADATA:
+        return replace(item, index=earlier.index)
+    return item
 
 
 def embeds_of(feature: Any) -> int:

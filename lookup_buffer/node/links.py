@@ -1,19 +1,22 @@
 """Connections between nodes, dialled or accepted on the loop, until their handshake is done.
 
 `dial` connects to another node, `greet` is the accepting side. Both return a socket with the MACs
-of its later frames. With TLS that is a `TlsSocket`, which no caller has to know. Called by
-`transfer` and `peers` (tensors), by `takes` (hand-offs), and by `reachability`. `ThreadPool` has
-the threads that move bytes over them.
+of its later frames. With TLS that is a `TlsSocket`, which no caller has to know; OpenSSL shakes
+hands on threads (`lb-tls`). Called by `transfer` and `peers` (tensors), by `takes` (hand-offs), and
+by `reachability`. `ThreadPool` has the threads that move bytes over them.
 """
 
 import asyncio
 import ipaddress
 import math
+import os
 import random
 import socket
 import ssl
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -27,7 +30,7 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.node.turns import Turns
+from lookup_buffer.node.turns import granted
 from lookup_buffer.protocol.auth import (
     HELLO_BYTES,
     Accepts,
@@ -62,6 +65,12 @@ ROLES: Final = (TENSORS, HANDOFFS, REACHABILITY)
 """What a connection between nodes is for; the last one since version 5."""
 HANDSHAKE_SECONDS: Final = 2.0
 """Bound on an accepted handshake."""
+HANDSHAKES_MAX: Final = 8
+"""Calls of OpenSSL at once in accepted handshakes. An honest one takes 1 ms. It reads certificates
+before it verifies one, and has no bound on their keys: 20 certificates took it 10 s."""
+HANDSHAKES_PER_HOST_MAX: Final = 2
+HANDSHAKES_NICE: Final = 10
+"""Of their threads: the loop's comes first."""
 THREADS_IDLE_SECONDS: Final = 60.0
 """Threads without work for so long end: a burst or a fault may have needed many."""
 _READ_BYTES: Final = 64 << 10
@@ -209,10 +218,9 @@ async def greet(
     stream: socket.socket,
     credentials: Credentials,
     accepts: Accepts,
-    turns: Turns,
+    handshakes: "Handshakes",
 ) -> Link:
-    """The accepting side, for a newly accepted socket, which is closed on any error. The handshakes
-    of TLS share `turns`.
+    """The accepting side, for a newly accepted socket, which is closed on any error.
 
     Raises:
         NodeRefused: another token or version, or it is for another node, or its certificate does
@@ -222,7 +230,7 @@ async def greet(
     trust = Trust()
     async with _translated("no handshake in time", HANDSHAKE_SECONDS):
         if credentials.tls is not None:
-            stream = secured = await _accepted_by_tls(loop, stream, credentials.tls, turns)
+            stream = secured = await _accepted_by_tls(loop, stream, credentials.tls, handshakes)
             accepts, trust = _of_certified(secured, accepts), trust_of(secured)
         agreement = await _agree(loop, stream, server_dialogue(credentials.token, accepts))
     return Link(stream, agreement.purpose, agreement.macs, agreement.version, trust)
@@ -330,6 +338,14 @@ async def _receive(
             return frames[0].header
 
 
+def host_of(address: str) -> str:
+    """What bounds for one host count: an IPv4 address, or a network of 64 bits of IPv6."""
+    found = ipaddress.ip_address(address)
+    if found.version == 4:
+        return address
+    return str(found.ipv4_mapped or ipaddress.ip_network((int(found), 64), strict=False))
+
+
 # -- a socket, plain or TLS (asyncio's own methods refuse the latter)
 
 
@@ -350,27 +366,29 @@ async def _ready(
     move: Callable[[], T],
     *,
     for_reading: bool,
-    turns: Turns | None = None,
 ) -> T:
-    """The result of `move`, once the socket is ready for it. `turns`: in which to call it."""
+    """The result of `move`, once the socket is ready for it."""
     while True:
-        reads = for_reading
         try:
-            return move() if turns is None else await turns.run(move)
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-            if isinstance(error, ssl.SSLError):
-                reads = isinstance(error, ssl.SSLWantReadError)
-        ready: asyncio.Future[None] = loop.create_future()
-        add, remove = (
-            (loop.add_reader, loop.remove_reader)
-            if reads
-            else (loop.add_writer, loop.remove_writer)
-        )
-        add(stream.fileno(), _set, ready)
-        try:
-            await ready
-        finally:
-            remove(stream.fileno())
+            return move()
+        except BlockingIOError:
+            await _is_ready(loop, stream, for_reading=for_reading)
+
+
+async def _is_ready(
+    loop: asyncio.AbstractEventLoop, stream: socket.socket, *, for_reading: bool
+) -> None:
+    ready: asyncio.Future[None] = loop.create_future()
+    add, remove = (
+        (loop.add_reader, loop.remove_reader)
+        if for_reading
+        else (loop.add_writer, loop.remove_writer)
+    )
+    add(stream.fileno(), _set, ready)
+    try:
+        await ready
+    finally:
+        remove(stream.fileno())
 
 
 def _set(ready: "asyncio.Future[None]") -> None:
@@ -387,7 +405,7 @@ async def _dialled_by_tls(
     """Raises TlsRefused: the certificate there is not of `node`."""
     secured = tls.dialled(stream)
     try:
-        await _ready(loop, secured, secured.do_handshake, for_reading=True)
+        await _shake_hands(loop, secured, lambda one: asyncio.shield(_go_on(loop, one)))
         check_names(secured, node)
     except ConnectionError as error:
         secured.close()
@@ -399,11 +417,12 @@ async def _dialled_by_tls(
 
 
 async def _accepted_by_tls(
-    loop: asyncio.AbstractEventLoop, stream: socket.socket, tls: Tls, turns: Turns
+    loop: asyncio.AbstractEventLoop, stream: socket.socket, tls: Tls, handshakes: "Handshakes"
 ) -> TlsSocket:
     """Raises TlsRefused: the client speaks no TLS, and is told so."""
     try:
         stream.setblocking(False)
+        host = host_of(stream.getpeername()[0])
         first = await _ready(
             loop, stream, lambda: stream.recv(len(MAGIC), socket.MSG_PEEK), for_reading=True
         )
@@ -417,7 +436,7 @@ async def _accepted_by_tls(
     secured = tls.accepted(stream)
     try:
         try:
-            await _ready(loop, secured, secured.do_handshake, for_reading=True, turns=turns)
+            await _shake_hands(loop, secured, partial(handshakes.go_on, host))
         except ssl.SSLError:
             with suppress(OSError):  # with bytes unread it would get a reset, and not the reason
                 raw = partial(socket.socket.recv, secured, _READ_BYTES)
@@ -427,6 +446,97 @@ async def _accepted_by_tls(
         secured.close()
         raise
     return secured
+
+
+class Handshakes:
+    """Of those who connect: each call of OpenSSL takes a place, and is made on a thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: dict[asyncio.Future[None], str] = {}
+        """For a place, the oldest first; and the hosts."""
+        self._running: Counter[str] = Counter()
+
+    async def go_on(self, host: str, secured: TlsSocket) -> None:
+        """As `_go_on`. If this is cancelled, its place stays taken until the call returns."""
+        place: asyncio.Future[None] = self._loop.create_future()
+        self._waiting[place] = host
+        self._give_places()
+        try:
+            await granted(place, None, lambda _: self._leave(host))
+        finally:
+            self._waiting.pop(place, None)
+        try:
+            call = _go_on(self._loop, secured)
+        except PipeBroken:
+            self._leave(host)
+            raise
+        call.add_done_callback(lambda _: self._leave(host))
+        await asyncio.shield(call)
+
+    def _give_places(self) -> None:
+        for place, host in list(self._waiting.items()):
+            if self._running.total() >= HANDSHAKES_MAX:
+                return
+            if self._running[host] < HANDSHAKES_PER_HOST_MAX and not place.done():
+                del self._waiting[place]
+                self._running[host] += 1
+                place.set_result(None)
+
+    def _leave(self, host: str) -> None:
+        self._running[host] -= 1
+        self._running += Counter()  # drops those of 0
+        self._give_places()
+
+
+async def _shake_hands(
+    loop: asyncio.AbstractEventLoop,
+    secured: TlsSocket,
+    go_on: Callable[[TlsSocket], Awaitable[None]],
+) -> None:
+    while True:
+        try:
+            return await go_on(secured)
+        except ssl.SSLWantReadError:
+            await _is_ready(loop, secured, for_reading=True)
+        except ssl.SSLWantWriteError:
+            await _is_ready(loop, secured, for_reading=False)
+
+
+def _go_on(loop: asyncio.AbstractEventLoop, secured: TlsSocket) -> "asyncio.Future[None]":
+    """`secured.do_handshake`, on a thread of its own that the end of the process does not wait for.
+
+    Raises:
+        PipeBroken: no thread can be started.
+    """
+    call: asyncio.Future[None] = loop.create_future()
+    owned = secured.dup()  # its descriptor is closed after the call
+
+    def end(error: BaseException | None) -> None:
+        if error is None:
+            call.set_result(None)
+        else:
+            call.set_exception(error)
+            call.exception()  # who waited may be gone
+
+    def run() -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), HANDSHAKES_NICE)
+        failure: BaseException | None = None
+        try:
+            owned.do_handshake()
+        except BaseException as error:  # noqa: BLE001 -- who waits raises it
+            failure = error
+        owned.close()
+        call_from_thread(loop, end, failure)
+        del failure  # its traceback has this frame
+
+    try:
+        threading.Thread(target=run, name="lb-tls", daemon=True).start()
+    except RuntimeError as error:
+        owned.close()
+        raise PipeBroken(f"no thread for a handshake: {error}") from error
+    return call
 
 
 def _of_certified(secured: TlsSocket, accepts: Accepts) -> Accepts:

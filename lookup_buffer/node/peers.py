@@ -16,7 +16,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -34,10 +33,12 @@ from lookup_buffer.node.links import (
     ROLES,
     TENSORS,
     Credentials,
+    Handshakes,
     Link,
     ThreadPool,
     call_from_thread,
     greet,
+    host_of,
 )
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.reachability import Reachability
@@ -125,15 +126,14 @@ class PeerServer:
     _senders: ThreadPool = field(default_factory=lambda: ThreadPool(SENDERS_MAX, "lb-send"))
     _trusts: dict[Connection, Trust] = field(default_factory=dict)
     """Of the connections for tensors and hand-offs; those for `doctor` end soon in any case."""
-    greeting: Turns = field(init=False)
-    """Of the handshakes of TLS."""
+    handshakes: Handshakes = field(init=False)
     turns: Turns = field(init=False)
     """Of the readers' requests."""
     answering: Turns = field(init=False)
     """Of the answers to them."""
 
     def __post_init__(self) -> None:
-        self.greeting = Turns(self.loop)
+        self.handshakes = Handshakes(self.loop)
         self.turns, self.answering = Turns(self.loop), Turns(self.loop)
 
     def listen(self, address: str) -> str:
@@ -189,7 +189,7 @@ class PeerServer:
                 self.loop.remove_reader(listener)
                 self.loop.call_later(RETRY_SECONDS, self._accept_more)
                 return
-            self._greet(stream, _host_of(address[0]))
+            self._greet(stream, host_of(address[0]))
 
     def _greet(self, stream: socket.socket, host: str) -> None:
         of_host = [task for task, theirs in self._greetings.items() if theirs == host]
@@ -225,7 +225,7 @@ class PeerServer:
 
     async def _admit(self, stream: socket.socket, host: str) -> None:
         try:
-            link = await greet(self.loop, stream, self.credentials, self._refused, self.greeting)
+            link = await greet(self.loop, stream, self.credentials, self._refused, self.handshakes)
         except ProtocolError:
             self.counters.add("protocol_errors")
             return
@@ -472,14 +472,6 @@ class Reader:
 def _bytes_of(asked: Sequence[Asked]) -> int:
     """About what a request occupies."""
     return sum(KEY_BYTES + len(one.address[1]) + len(one.boot) for one in asked)
-
-
-def _host_of(address: str) -> str:
-    """What bounds for one host count: an IPv4 address, or a network of 64 bits of IPv6."""
-    found = ip_address(address)
-    if found.version == 4:
-        return address
-    return str(found.ipv4_mapped or ip_network((int(found), 64), strict=False))
 
 
 def _asked_for(request: Any) -> list[Asked]:

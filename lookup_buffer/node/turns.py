@@ -1,6 +1,6 @@
 """How the turns of the node's loop are shared, so that nothing holds it for long.
 
-`Turns` is for connections and their handshakes of TLS, for answers to other nodes, for the inserts
+`Turns` is for connections, for answers to other nodes, for the inserts
 of all clients, and for the hand-offs that wait for room. A connection handles its messages in
 steps, an insert its parts. Together the steps take about TURN_SECONDS of each turn of the loop, or
 one step takes longer. The rest waits, and then each worker makes one step in its turn: who sends

@@ -36,9 +36,7 @@ PIECE_BYTES: Final = 17 << 10
 14 ms."""
 THREADS_PIECE_BYTES: Final = 256 << 10
 """The same on a thread that waits for as much: in small pieces it takes 1.5 times as long."""
-HANDSHAKE_PIECE_BYTES: Final = 2 << 10
-"""The same in a handshake: 340 records of one byte, 1 ms. An honest handshake takes as long."""
-WITHOUT_DATA_MAX: Final = 64 << 10
+WITHOUT_DATA_MAX: Final = 32 << 10
 """Of a handshake, or of records without data. A handshake with three certificates has 8 KiB."""
 _SETTINGS: Final = dict(
     zip(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), TLS_FILES, strict=True)
@@ -100,23 +98,31 @@ class TlsSocket(socket.socket):
         Raises:
             OSError: it failed; BlockingIOError: it took too long.
         """
-        self._waits, self._seconds[socket.SO_RCVTIMEO] = True, timeout
-        self._moved(self.do_handshake, socket.SO_RCVTIMEO)
+        self._waits, until = True, time.monotonic() + timeout
+        while True:
+            try:
+                return self.do_handshake()
+            except ssl.SSLWantReadError:
+                self._wait(select.POLLIN, until - time.monotonic())
+            except ssl.SSLWantWriteError:
+                self._wait(select.POLLOUT, until - time.monotonic())
 
     def do_handshake(self) -> None:
-        """Go on with the handshake, by what has come.
+        """Go on with the handshake, by what has come. To be called on a thread: OpenSSL reads all
+        certificates before it verifies one, and those of a stranger can take it a minute.
 
         Raises:
             SSLWantReadError, SSLWantWriteError: call it again when the socket is ready for that.
             OSError: it failed.
         """
-        self._flush()
-        try:
-            self._shake()
-        except ssl.SSLWantReadError:
-            self._fill(HANDSHAKE_PIECE_BYTES)
-            self._shake()
-        self._without_data = 0
+        with self._turn:
+            self._flush()
+            try:
+                self._shake()
+            except ssl.SSLWantReadError:
+                self._fill(PIECE_BYTES)
+                self._shake()
+            self._without_data = 0
 
     def getpeercert(self) -> dict[str, Any]:
         """The certificate of the other end, after the handshake."""
@@ -244,7 +250,7 @@ class TlsSocket(socket.socket):
     def _fill(self, most: int) -> None:
         """Give OpenSSL a piece of what the kernel has."""
         if self._without_data > WITHOUT_DATA_MAX or self._to_send.pending > WITHOUT_DATA_MAX:
-            raise _WithoutData
+            raise _Refused("too much without data")
         try:
             piece = super().recv(most)
         except (BlockingIOError, InterruptedError) as error:
@@ -258,8 +264,11 @@ class TlsSocket(socket.socket):
     def _write(self, data: memoryview) -> int:
         if not self._unsent:
             self._unsent_of = 0
-            while self._unsent_of < len(data):  # a record each
-                self._unsent_of += self._tls.write(data[self._unsent_of :])
+            try:
+                while self._unsent_of < len(data):  # a record each
+                    self._unsent_of += self._tls.write(data[self._unsent_of :])
+            except ssl.SSLWantReadError as error:
+                raise _Refused("a part of a change of keys") from error
         self._flush()
         return self._unsent_of
 
@@ -276,8 +285,12 @@ class TlsSocket(socket.socket):
                 raise ssl.SSLWantWriteError from error
 
 
-class _WithoutData(ssl.SSLError):
-    reason = "TOO_MUCH_WITHOUT_DATA"
+class _Refused(ssl.SSLError):
+    """What the other end sends is valid, and no honest one sends it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class _Turn:

@@ -26,6 +26,15 @@ def element(nbytes: int = 8, *, keep_on_cpu: bool = False) -> Any:
         ({"image_grid_thw": element(24)}, ItemPayload.METADATA),
         # As vLLM's renderer hands it on for a model that declares no fields for it.
         ({"num_patches": element(keep_on_cpu=True)}, ItemPayload.METADATA),
+        ({"timestamps": element(1 << 20, keep_on_cpu=True)}, ItemPayload.METADATA),
+        (
+            {"timestamps": element(1 << 20, keep_on_cpu=True), "image_grid_thw": element(24)},
+            ItemPayload.METADATA,
+        ),
+        (
+            {"timestamps": element(1 << 20, keep_on_cpu=True), "pixel_values": element(1 << 20)},
+            ItemPayload.MEDIA,
+        ),
         (
             {"num_patches": element(keep_on_cpu=True), "image_grid_thw": element(24)},
             ItemPayload.METADATA,

@@ -13,7 +13,8 @@ import torch
 
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.node import links
-from lookup_buffer.node.peers import HALF_OPEN_MAX, _host_of
+from lookup_buffer.node.links import host_of
+from lookup_buffer.node.peers import HALF_OPEN_MAX
 from lookup_buffer.pipes import open_pipe
 from lookup_buffer.protocol.auth import Purpose, client_dialogue, connect
 from lookup_buffer.protocol.framing import Frame, FrameDecoder, encode_frame
@@ -143,7 +144,7 @@ def test_a_crowd_from_three_addresses_ends_no_slow_handshake(
     ],
 )
 def test_an_ipv6_network_counts_as_one_host(address: str, host: str) -> None:
-    assert _host_of(address) == host
+    assert host_of(address) == host
 
 
 def test_idle_neighbours_fill_no_node(start_node: StartNode) -> None:

@@ -31,13 +31,21 @@ from lookup_buffer.errors import (
     PipeClosed,
 )
 from lookup_buffer.key import TensorKey
-from lookup_buffer.node.links import HANDOFFS, TENSORS, Credentials, dial
+from lookup_buffer.node.links import (
+    HANDOFFS,
+    HANDSHAKE_SECONDS,
+    HANDSHAKES_PER_HOST_MAX,
+    TENSORS,
+    Credentials,
+    dial,
+)
 from lookup_buffer.protocol.auth import Purpose, connect, request_handshake
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.protocol.tls import Tls, TlsSocket
 from node_certificates import DAY, Files, install, settings_of
 from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_until, with_store
 from patience import scaled
+from peer_servers import NAMESPACE, Bench, answered, on_a_loop
 from store import Location, open_store
 
 TOKEN = "correct horse battery staple"
@@ -248,6 +256,71 @@ def refusal(
     finally:
         secured.close()
     return ""
+
+
+class Blocked:
+    """Replaces `do_handshake`, which OpenSSL does not leave until `over` is set, for those that
+    this process accepts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.over, self.begun = threading.Event(), 0
+        self.is_on = True
+        honest = TlsSocket.do_handshake
+
+        def do_handshake(stream: TlsSocket) -> None:
+            if self.is_on and stream.getsockname()[1] == self.port:
+                self.begun += 1
+                self.over.wait(scaled(20.0))
+            honest(stream)
+
+        monkeypatch.setattr(TlsSocket, "do_handshake", do_handshake)
+
+    port = 0
+
+
+def test_handshakes_that_take_openssl_long_stop_nobody(
+    monkeypatch: pytest.MonkeyPatch, ours: Files
+) -> None:
+    """By certificates of a stranger with keys that take long to read: no other call waits for them
+    on the loop, and who connects from elsewhere has places."""
+    blocked = Blocked(monkeypatch)
+
+    async def test(bench: Bench) -> None:
+        blocked.port = parse_address(bench.endpoint)[1]
+        strangers = [socket.create_connection(parse_address(bench.endpoint)) for _ in range(12)]
+        try:
+            for stranger in strangers:
+                stranger.sendall(b"\x16\x03\x01")
+            await bench.until(lambda: blocked.begun == HANDSHAKES_PER_HOST_MAX)
+            await asyncio.sleep(2 * HANDSHAKE_SECONDS)
+            assert blocked.begun == HANDSHAKES_PER_HOST_MAX, "their places are taken"
+            assert not bench.server._greetings, "though nobody waits for them"
+            blocked.is_on = False
+            elsewhere = asyncio.create_task(dialled_from("127.0.0.2", bench))
+            await bench.until(lambda: elsewhere.done())
+            elsewhere.result().close()
+        finally:
+            blocked.over.set()
+            for stranger in strangers:
+                stranger.close()
+        link = await bench.reader()
+        assert await answered(link, [NAMESPACE, "absent", "boot", 1]) == [{"status": "stale"}]
+        link.close()
+
+    on_a_loop(test, Credentials(None, Tls(ours.of("node-b"), "node-b")))
+
+
+async def dialled_from(host: str, bench: Bench) -> TlsSocket:
+    """A connection by TLS from another address."""
+    tls = bench.credentials.tls
+    assert tls is not None
+
+    def connect() -> TlsSocket:
+        address = parse_address(bench.endpoint)
+        stream = socket.create_connection(address, scaled(5.0), (host, 0))
+        return tls.connected(stream, "node-b", scaled(5.0))
+
+    return await asyncio.to_thread(connect)
 
 
 def test_who_has_no_valid_certificate_is_refused(
