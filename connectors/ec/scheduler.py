@@ -8,9 +8,7 @@ does not load ends the engine.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from connectors.counters import Counters, logger
@@ -33,19 +31,6 @@ if TYPE_CHECKING:
     from connectors.ec.supply import ItemSource
     from lookup_buffer.client.buffer import LookupBuffer
 
-RECORDS_KEPT = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ItemRecord:
-    """The outcome for one item that vLLM allocated."""
-
-    request_id: str
-    identifier: str
-    source: str
-    """`encoded`, or the source of the bytes: `local` or the id of a node."""
-    nbytes: int
-
 
 class EcScheduler:
     """See the module. Every method runs on vLLM's scheduler thread. None raises for a fault of the
@@ -65,7 +50,6 @@ class EcScheduler:
         self._shape = shape
         self._metadata_fields = metadata_fields
         self.counters = counters or Counters()
-        self.records: deque[ItemRecord] = deque(maxlen=RECORDS_KEPT)
         """The last items, newest at the end: for demos, tests and debugging."""
         self.pins = PinTable(
             buffer,
@@ -212,11 +196,11 @@ class EcScheduler:
         where = "lane" if order.lane else "local" if source == "local" else "remote"
         self.counters.add(f"load_{where}")
         self.counters.add(f"loaded_{where}_bytes", order.nbytes)
-        self._record(request.request_id, feature.identifier, source, order.nbytes)
+        _log(request.request_id, feature.identifier, source, order.nbytes)
 
     def _encode(self, request: Any, feature: Any) -> TensorKey | None:
         """Record the encode, and return the key under which the output may be stored."""
-        self._record(request.request_id, feature.identifier, "encoded", 0)
+        _log(request.request_id, feature.identifier, "encoded", 0)
         if payload_of(feature, self._metadata_fields) is not ItemPayload.MEDIA:
             return None
         self._from_media.add(feature.identifier)
@@ -234,10 +218,6 @@ class EcScheduler:
         """The step that is being built encodes the item; it is stored afterwards."""
         self._saves[identifier] = key.text
         self.gate.encode_begun(identifier, self.claims.encode_begins(request_id, identifier, key))
-
-    def _record(self, request_id: str, identifier: str, source: str, nbytes: int) -> None:
-        self.records.append(ItemRecord(request_id, identifier, source, nbytes))
-        logger.debug("request %s: item %s %s, %d bytes", request_id, identifier, source, nbytes)
 
     # -- the end of a pass ---------------------------------------------------------------------
 
@@ -307,7 +287,7 @@ class EcScheduler:
                 scheduled.setdefault(request_id, []).append(item.index)
                 self._encodes.append((item.identifier, request_id, item.index))
                 self._encoded_rows = rows
-                self._record(request_id, item.identifier, "encoded", 0)
+                _log(request_id, item.identifier, "encoded", 0)
                 self._from_media.add(item.identifier)
                 self._engine_cache.add(item.identifier, item.key)
                 self._save(request_id, item.identifier, item.key)
@@ -334,3 +314,8 @@ class EcScheduler:
         self._loads.clear()
         self.pins.release_all()
         self._buffer.close()
+
+
+def _log(request_id: str, identifier: str, source: str, nbytes: int) -> None:
+    """The outcome for an item: `encoded`, or the source of its bytes, `local` or a node's id."""
+    logger.debug("request %s: item %s %s, %d bytes", request_id, identifier, source, nbytes)

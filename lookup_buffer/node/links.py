@@ -9,7 +9,6 @@ by `reachability`. `ThreadPool` has the threads that move bytes over them.
 import asyncio
 import ipaddress
 import math
-import os
 import random
 import socket
 import ssl
@@ -69,8 +68,6 @@ HANDSHAKES_MAX: Final = 8
 """Calls of OpenSSL at once in accepted handshakes. An honest one takes 1 ms. It reads certificates
 before it verifies one, and has no bound on their keys: 20 certificates took it 10 s."""
 HANDSHAKES_PER_HOST_MAX: Final = 2
-HANDSHAKES_NICE: Final = 10
-"""Of their threads: the loop's comes first."""
 THREADS_IDLE_SECONDS: Final = 60.0
 """Threads without work for so long end: a burst or a fault may have needed many."""
 _READ_BYTES: Final = 64 << 10
@@ -520,8 +517,6 @@ def _go_on(loop: asyncio.AbstractEventLoop, secured: TlsSocket) -> "asyncio.Futu
             call.exception()  # who waited may be gone
 
     def run() -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), HANDSHAKES_NICE)
         failure: BaseException | None = None
         try:
             owned.do_handshake()

@@ -480,6 +480,7 @@ class Server:
         number = int.from_bytes(os.urandom(7), "big")
         session = Session(number, connection, seat, self._waits)
         self._of[connection] = self._sessions[number] = session
+        self._probes.discard(connection)
         connection.allow_large_headers()
         self.counters.add("sessions_opened")
         return session
