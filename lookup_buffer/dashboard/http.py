@@ -17,9 +17,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from lookup_buffer.dashboard.app import HEADERS, REQUEST_BYTES_MAX
 
 CONNECTIONS_MAX = 32
+PIECE_BYTES = 1 << 10
 UNREAD_BYTES_MAX = 64 << 10
-"""After a refusal, at most this much further input is read: closing a connection with unread bytes
-would discard the answer."""
+"""After a request or a refusal, at most this much further input is read: closing a connection with
+unread bytes would discard the answer."""
 EXCHANGE_SECONDS = 5.0
 
 
@@ -31,7 +32,7 @@ class BoundedProtocol(H11Protocol):
         self.began_at = self.loop.time()
         self._deadline: asyncio.TimerHandle | None = None
         self._unread_left: int | None = None
-        """Set after a refusal."""
+        """Set after a request or a refusal."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -56,15 +57,18 @@ class BoundedProtocol(H11Protocol):
         return self.cycle
 
     def data_received(self, data: bytes) -> None:
-        if self._unread_left is None:
-            was_idle = self.is_idle
-            super().data_received(data)
-            if was_idle and not self.is_idle:
+        """No page has a body: what comes after a request is not looked at. Of what comes with it
+        h11 would make an event for each chunk, of one byte."""
+        while data and self._unread_left is None:
+            super().data_received(data[:PIECE_BYTES])
+            data = data[PIECE_BYTES:]
+            if not self.is_idle:
                 self._cancel_deadline()
-            return
-        self._unread_left -= len(data)
-        if self._unread_left < 0:
-            self.transport.abort()
+                self._unread_left = UNREAD_BYTES_MAX
+        if self._unread_left is not None:
+            self._unread_left -= len(data)
+            if self._unread_left < 0:
+                self.transport.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """A client may close its sending side before it has its answer."""

@@ -10,12 +10,11 @@ import asyncio
 import ipaddress
 import math
 import random
+import select
 import socket
 import ssl
-import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -29,7 +28,6 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.node.turns import granted
 from lookup_buffer.protocol.auth import (
     HELLO_BYTES,
     Accepts,
@@ -41,6 +39,7 @@ from lookup_buffer.protocol.auth import (
     server_dialogue,
 )
 from lookup_buffer.protocol.framing import MAGIC, FrameDecoder, Macs, encode_frame
+from lookup_buffer.protocol.handshakes import Handshakes
 from lookup_buffer.protocol.sockets import enable_keepalive, reset, tune
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.protocol.tls import (
@@ -64,10 +63,6 @@ ROLES: Final = (TENSORS, HANDOFFS, REACHABILITY)
 """What a connection between nodes is for; the last one since version 5."""
 HANDSHAKE_SECONDS: Final = 2.0
 """Bound on an accepted handshake."""
-HANDSHAKES_MAX: Final = 8
-"""Calls of OpenSSL at once in accepted handshakes. An honest one takes 1 ms. It reads certificates
-before it verifies one, and has no bound on their keys: 20 certificates took it 10 s."""
-HANDSHAKES_PER_HOST_MAX: Final = 2
 THREADS_IDLE_SECONDS: Final = 60.0
 """Threads without work for so long end: a burst or a fault may have needed many."""
 _READ_BYTES: Final = 64 << 10
@@ -195,7 +190,7 @@ async def dial(
     async with _translated(f"no connection to {endpoint} in time", PEER_CONNECT_SECONDS):
         stream = await _connected(loop, host, port)
         if tls is not None:
-            stream = secured = await _dialled_by_tls(loop, stream, tls, location.node)
+            stream = secured = await _dialled_by_tls(loop, stream, tls, location, endpoint)
             if role != REACHABILITY and is_reader(secured):
                 secured.close()
                 raise TlsRefused(_OF_READER.format(role))
@@ -215,7 +210,6 @@ async def greet(
     stream: socket.socket,
     credentials: Credentials,
     accepts: Accepts,
-    handshakes: "Handshakes",
 ) -> Link:
     """The accepting side, for a newly accepted socket, which is closed on any error.
 
@@ -227,7 +221,7 @@ async def greet(
     trust = Trust()
     async with _translated("no handshake in time", HANDSHAKE_SECONDS):
         if credentials.tls is not None:
-            stream = secured = await _accepted_by_tls(loop, stream, credentials.tls, handshakes)
+            stream = secured = await _accepted_by_tls(loop, stream, credentials.tls)
             accepts, trust = _of_certified(secured, accepts), trust_of(secured)
         agreement = await _agree(loop, stream, server_dialogue(credentials.token, accepts))
     return Link(stream, agreement.purpose, agreement.macs, agreement.version, trust)
@@ -397,13 +391,13 @@ def _set(ready: "asyncio.Future[None]") -> None:
 
 
 async def _dialled_by_tls(
-    loop: asyncio.AbstractEventLoop, stream: socket.socket, tls: Tls, node: str
+    loop: asyncio.AbstractEventLoop, stream: socket.socket, tls: Tls, location: Location, to: str
 ) -> TlsSocket:
-    """Raises TlsRefused: the certificate there is not of `node`."""
+    """Raises TlsRefused: the certificate at the endpoint `to` is not that of the node."""
     secured = tls.dialled(stream)
     try:
-        await _shake_hands(loop, secured, lambda one: asyncio.shield(_go_on(loop, one)))
-        check_names(secured, node)
+        await _shake_hands(loop, secured, tls.dialling, to)
+        check_names(secured, location.node)
     except ConnectionError as error:
         secured.close()
         raise PipeBroken("the connection ended in the handshake of TLS") from error
@@ -414,7 +408,7 @@ async def _dialled_by_tls(
 
 
 async def _accepted_by_tls(
-    loop: asyncio.AbstractEventLoop, stream: socket.socket, tls: Tls, handshakes: "Handshakes"
+    loop: asyncio.AbstractEventLoop, stream: socket.socket, tls: Tls
 ) -> TlsSocket:
     """Raises TlsRefused: the client speaks no TLS, and is told so."""
     try:
@@ -433,105 +427,24 @@ async def _accepted_by_tls(
     secured = tls.accepted(stream)
     try:
         try:
-            await _shake_hands(loop, secured, partial(handshakes.go_on, host))
-        except ssl.SSLError:
-            with suppress(OSError):  # with bytes unread it would get a reset, and not the reason
-                raw = partial(socket.socket.recv, secured, _READ_BYTES)
-                await _ready(loop, secured, raw, for_reading=True)
-            raise
+            await _shake_hands(loop, secured, tls.accepting, host)
+            return secured
+        except ssl.SSLError as error:
+            why = explained(error)
+        with suppress(OSError):  # with bytes unread it would get a reset, and not the reason
+            raw = partial(socket.socket.recv, secured, _READ_BYTES)
+            await _ready(loop, secured, raw, for_reading=True)
+        raise TlsRefused(why)
     except BaseException:
         secured.close()
         raise
-    return secured
-
-
-class Handshakes:
-    """Of those who connect: each call of OpenSSL takes a place, and is made on a thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._waiting: dict[asyncio.Future[None], str] = {}
-        """For a place, the oldest first; and the hosts."""
-        self._running: Counter[str] = Counter()
-
-    async def go_on(self, host: str, secured: TlsSocket) -> None:
-        """As `_go_on`. If this is cancelled, its place stays taken until the call returns."""
-        place: asyncio.Future[None] = self._loop.create_future()
-        self._waiting[place] = host
-        self._give_places()
-        try:
-            await granted(place, None, lambda _: self._leave(host))
-        finally:
-            self._waiting.pop(place, None)
-        try:
-            call = _go_on(self._loop, secured)
-        except PipeBroken:
-            self._leave(host)
-            raise
-        call.add_done_callback(lambda _: self._leave(host))
-        await asyncio.shield(call)
-
-    def _give_places(self) -> None:
-        for place, host in list(self._waiting.items()):
-            if self._running.total() >= HANDSHAKES_MAX:
-                return
-            if self._running[host] < HANDSHAKES_PER_HOST_MAX and not place.done():
-                del self._waiting[place]
-                self._running[host] += 1
-                place.set_result(None)
-
-    def _leave(self, host: str) -> None:
-        self._running[host] -= 1
-        self._running += Counter()  # drops those of 0
-        self._give_places()
 
 
 async def _shake_hands(
-    loop: asyncio.AbstractEventLoop,
-    secured: TlsSocket,
-    go_on: Callable[[TlsSocket], Awaitable[None]],
+    loop: asyncio.AbstractEventLoop, secured: TlsSocket, handshakes: Handshakes, host: str
 ) -> None:
-    while True:
-        try:
-            return await go_on(secured)
-        except ssl.SSLWantReadError:
-            await _is_ready(loop, secured, for_reading=True)
-        except ssl.SSLWantWriteError:
-            await _is_ready(loop, secured, for_reading=False)
-
-
-def _go_on(loop: asyncio.AbstractEventLoop, secured: TlsSocket) -> "asyncio.Future[None]":
-    """`secured.do_handshake`, on a thread of its own that the end of the process does not wait for.
-
-    Raises:
-        PipeBroken: no thread can be started.
-    """
-    call: asyncio.Future[None] = loop.create_future()
-    owned = secured.dup()  # its descriptor is closed after the call
-
-    def end(error: BaseException | None) -> None:
-        if error is None:
-            call.set_result(None)
-        else:
-            call.set_exception(error)
-            call.exception()  # who waited may be gone
-
-    def run() -> None:
-        failure: BaseException | None = None
-        try:
-            owned.do_handshake()
-        except BaseException as error:  # noqa: BLE001 -- who waits raises it
-            failure = error
-        owned.close()
-        call_from_thread(loop, end, failure)
-        del failure  # its traceback has this frame
-
-    try:
-        threading.Thread(target=run, name="lb-tls", daemon=True).start()
-    except RuntimeError as error:
-        owned.close()
-        raise PipeBroken(f"no thread for a handshake: {error}") from error
-    return call
+    while event := await handshakes.go_on(secured, host):
+        await _is_ready(loop, secured, for_reading=event == select.POLLIN)
 
 
 def _of_certified(secured: TlsSocket, accepts: Accepts) -> Accepts:

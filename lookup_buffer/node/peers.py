@@ -33,7 +33,6 @@ from lookup_buffer.node.links import (
     ROLES,
     TENSORS,
     Credentials,
-    Handshakes,
     Link,
     ThreadPool,
     call_from_thread,
@@ -126,14 +125,12 @@ class PeerServer:
     _senders: ThreadPool = field(default_factory=lambda: ThreadPool(SENDERS_MAX, "lb-send"))
     _trusts: dict[Connection, Trust] = field(default_factory=dict)
     """Of the connections for tensors and hand-offs; those for `doctor` end soon in any case."""
-    handshakes: Handshakes = field(init=False)
     turns: Turns = field(init=False)
     """Of the readers' requests."""
     answering: Turns = field(init=False)
     """Of the answers to them."""
 
     def __post_init__(self) -> None:
-        self.handshakes = Handshakes(self.loop)
         self.turns, self.answering = Turns(self.loop), Turns(self.loop)
 
     def listen(self, address: str) -> str:
@@ -225,7 +222,7 @@ class PeerServer:
 
     async def _admit(self, stream: socket.socket, host: str) -> None:
         try:
-            link = await greet(self.loop, stream, self.credentials, self._refused, self.handshakes)
+            link = await greet(self.loop, stream, self.credentials, self._refused)
         except ProtocolError:
             self.counters.add("protocol_errors")
             return

@@ -25,6 +25,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from lookup_buffer.config import TLS_FILES, TlsFiles
 from lookup_buffer.errors import ConfigError, NodeRefused
+from lookup_buffer.protocol.handshakes import Handshakes
 from store.tls import TlsOptionError, file_stamp, tls_context
 
 RECORD_BYTES: Final = 16 << 10
@@ -38,6 +39,10 @@ THREADS_PIECE_BYTES: Final = 256 << 10
 """The same on a thread that waits for as much: in small pieces it takes 1.5 times as long."""
 WITHOUT_DATA_MAX: Final = 32 << 10
 """Of a handshake, or of records without data. A handshake with three certificates has 8 KiB."""
+ACCEPTED_AT_ONCE: Final = 8
+DIALLED_AT_ONCE: Final = 16
+OF_ONE_AT_ONCE: Final = 2
+"""Calls of OpenSSL in handshakes: an honest one takes 1 ms."""
 _SETTINGS: Final = dict(
     zip(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), TLS_FILES, strict=True)
 )
@@ -99,30 +104,32 @@ class TlsSocket(socket.socket):
             OSError: it failed; BlockingIOError: it took too long.
         """
         self._waits, until = True, time.monotonic() + timeout
-        while True:
-            try:
-                return self.do_handshake()
-            except ssl.SSLWantReadError:
-                self._wait(select.POLLIN, until - time.monotonic())
-            except ssl.SSLWantWriteError:
-                self._wait(select.POLLOUT, until - time.monotonic())
+        while event := self.go_on():
+            self._wait(event, until - time.monotonic())
 
-    def do_handshake(self) -> None:
-        """Go on with the handshake, by what has come. To be called on a thread: OpenSSL reads all
-        certificates before it verifies one, and those of a stranger can take it a minute.
+    def go_on(self) -> int:
+        """Go on with the handshake, by what has come. Not on a loop's thread: see `handshakes`.
+
+        Returns:
+            The event of `select.poll` to wait for before the next call; 0: it is done.
 
         Raises:
-            SSLWantReadError, SSLWantWriteError: call it again when the socket is ready for that.
             OSError: it failed.
         """
         with self._turn:
-            self._flush()
             try:
-                self._shake()
+                self._flush()
+                try:
+                    self._shake()
+                except ssl.SSLWantReadError:
+                    self._fill(PIECE_BYTES)
+                    self._shake()
             except ssl.SSLWantReadError:
-                self._fill(PIECE_BYTES)
-                self._shake()
+                return select.POLLIN
+            except ssl.SSLWantWriteError:
+                return select.POLLOUT
             self._without_data = 0
+            return 0
 
     def getpeercert(self) -> dict[str, Any]:
         """The certificate of the other end, after the handshake."""
@@ -360,6 +367,9 @@ class Tls:
         self.node = node
         self._files = files
         self._read_only = read_only
+        self.accepting = Handshakes(ACCEPTED_AT_ONCE, OF_ONE_AT_ONCE)
+        """Those of the two kinds, each by the host of the other end, or by its endpoint."""
+        self.dialling = Handshakes(DIALLED_AT_ONCE, OF_ONE_AT_ONCE)
         self._stamps = self._read_stamps()
         self._contexts = _contexts(files, node, read_only=read_only)
 

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import h11
 import pytest
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.dashboard.app import HEALTH_SECONDS, REQUEST_BYTES_MAX
-from lookup_buffer.dashboard.http import CONNECTIONS_MAX, EXCHANGE_SECONDS
+from lookup_buffer.dashboard.http import CONNECTIONS_MAX, EXCHANGE_SECONDS, PIECE_BYTES, server_of
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.node import http as node_http
 from lookup_buffer.node.http import HttpProcess
@@ -202,19 +204,59 @@ def test_a_burst_of_connections_is_bounded_as_well(node: NodeProcess) -> None:
 
 
 def test_garbage_after_a_request_is_no_bug_of_ours(start_node: StartNode) -> None:
+    """It is not looked at."""
     node = start_node(http_listen=f"http://127.0.0.1:{free_port()}")
     head = b"GET %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-    for path in (b"/healthz", b"/dashboard/stream"):
-        exchange(node, head % path + b"ZZ\r\n")
-        with connected(node) as bare:
-            bare.sendall(head % path)
-            bare.recv(1)
-            bare.sendall(b"ZZ\r\n")
-            with suppress(ConnectionResetError):
-                while bare.recv(65536):
-                    pass
+    exchange(node, head % b"/healthz" + b"ZZ\r\n")
+    with connected(node) as bare:
+        bare.sendall(head % b"/healthz")
+        bare.recv(1)
+        bare.sendall(b"ZZ\r\n")
+        with suppress(ConnectionResetError):
+            while bare.recv(65536):
+                pass
+    with connected(node) as bare:
+        bare.sendall(head % b"/dashboard/stream")
+        assert bare.recv(1)
+        bare.sendall(b"ZZ\r\n")
+        assert bare.recv(1)
     assert "bug" not in node.log_text()
     assert "Fatal" not in node.log_text()
+
+
+def test_a_body_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """h11 makes an event for each chunk: 43,000 for what asyncio hands over at once."""
+    fed: list[int] = []
+    receive = h11.Connection.receive_data
+
+    def counting(connection: h11.Connection, data: bytes) -> None:
+        fed.append(len(data))
+        receive(connection, data)
+
+    monkeypatch.setattr(h11.Connection, "receive_data", counting)
+    head = b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"answered"})
+
+    async def test() -> bytes:
+        server = server_of(app)
+        server.config.port = 0
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        address = server.servers[0].sockets[0].getsockname()
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(head + b"1\r\nx\r\n" * 10_000)
+        answer = await reader.read()
+        writer.close()
+        server.should_exit = True
+        await serving
+        return answer
+
+    assert b"answered" in asyncio.run(test())
+    assert sum(fed) <= PIECE_BYTES
 
 
 def test_a_client_that_does_not_read_its_reply_is_disconnected(node: NodeProcess) -> None:

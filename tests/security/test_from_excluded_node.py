@@ -148,7 +148,9 @@ def test_a_handshake_that_began_before_does_not_stay(fleet: Fleet, role: str) ->
         assert credentials.tls is not None
         host, _, port = bench.endpoint.removeprefix("tls://").partition(":")
         stream = await links._connected(bench.loop, host, int(port))
-        secured = await links._dialled_by_tls(bench.loop, stream, credentials.tls, "node-b")
+        secured = await links._dialled_by_tls(
+            bench.loop, stream, credentials.tls, bench.location, bench.endpoint
+        )
         fleet.exclude("node-b", "another authority")
         server_tick(bench)
         boot = "" if role == TENSORS else "boot"
