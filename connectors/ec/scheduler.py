@@ -50,7 +50,6 @@ class EcScheduler:
         self._shape = shape
         self._metadata_fields = metadata_fields
         self.counters = counters or Counters()
-        """The last items, newest at the end: for demos, tests and debugging."""
         self.pins = PinTable(
             buffer,
             settings.pin_budget_bytes,

@@ -41,6 +41,7 @@ from lookup_buffer.times import CALL_SECONDS, TRANSFER_NEWS_SECONDS
 
 READ_BYTES = 256 << 10
 DESCRIPTORS_MAX = 4
+ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
 STAGING_BYTES_MIN = 1 << 20
 CONNECT_SECONDS = 10.0
 """Bound on finding or starting the node and opening a session with it."""
@@ -482,12 +483,15 @@ class NodeConnection:
         while True:
             try:
                 self._socket.settimeout(max(deadline - time.monotonic(), 1e-6))
-                data, found, _, _ = socket.recv_fds(
-                    self._socket, READ_BYTES, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+                data, ancillary, _, _ = self._socket.recvmsg(
+                    READ_BYTES, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
                 )
             except OSError as error:
                 raise self._broken(error) from error
-            descriptors += found
+            for _, _, rights in ancillary:  # nothing else can come
+                passed = array.array("i")
+                passed.frombytes(rights[: len(rights) - len(rights) % passed.itemsize])
+                descriptors += passed
             if not data:
                 raise self._broken(OSError("it closed the connection"))
             for message in self._decode(data):

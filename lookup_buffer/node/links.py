@@ -337,7 +337,7 @@ def host_of(address: str) -> str:
     return str(found.ipv4_mapped or ipaddress.ip_network((int(found), 64), strict=False))
 
 
-# -- a socket, plain or TLS (asyncio's own methods refuse the latter)
+# -- a socket, plain or TLS
 
 
 async def received(loop: asyncio.AbstractEventLoop, stream: socket.socket) -> bytes:

@@ -16,13 +16,14 @@ import logging
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from lookup_buffer.errors import (
     BufferFull,
     CorruptTensor,
+    LookupBufferError,
     MaybeMissed,
     MissReason,
     NodeRefused,
@@ -349,8 +350,9 @@ class Fetcher:
         first = batch.left[0]
         streams = holder.streams_for(first.nbytes, self.loop.time()) if len(batch.left) == 1 else 1
         if streams > 1:
-            batch.arrive(await self._fetch_in_parts(holder, first, streams))
-            return
+            with suppress(_OtherSize):
+                batch.arrive(await self._fetch_in_parts(holder, first, streams))
+                return
         receive = partial(self._receive_over, holder=holder, batch=batch)
         await self._over_a_link(holder, first.source, receive, lambda: batch.has_begun)
 
@@ -522,7 +524,7 @@ class Fetcher:
             raise Missed(MissReason.STALE)
         header = self._checked(answer, parts.wanted)
         if header.tensor.nbytes != parts.wanted.nbytes:
-            raise Missed(MissReason.STALE)
+            raise _OtherSize
         if nbytes != len(part):
             raise ProtocolError("the length of the payload differs from what was requested")
         if parts.item is None:
@@ -578,6 +580,10 @@ class Fetcher:
         held = self.arena.commit(item, checksum, FETCH_OWNER)
         self.counters.add("bytes_fetched", item.nbytes)
         return Fetched(held)
+
+
+class _OtherSize(LookupBufferError):
+    """The record has another size than its item: that comes whole, as the holder has it."""
 
 
 def _is_stale(answer: object) -> bool:

@@ -48,7 +48,8 @@ class Handshakes:
             raise PipeBroken(f"no thread for a handshake: {error}") from error
         call.add_done_callback(lambda _: self._leave(host))
         try:
-            return await asyncio.shield(call)
+            await asyncio.wait([call])
+            return call.result()
         finally:
             del call  # it has the error, whose traceback has this frame
 

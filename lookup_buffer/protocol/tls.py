@@ -296,7 +296,7 @@ class _Refused(ssl.SSLError):
     """What the other end sends is valid, and no honest one sends it."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(reason)
+        super().__init__(errno.EPROTO, reason)
         self.reason = reason
 
 
