@@ -235,9 +235,16 @@ def node_pair(module_nodes: StartNode) -> tuple[NodeProcess, NodeProcess]:
 def node_pids(directory: Path) -> list[int]:
     """The processes that hold the node's lock in `directory`: found by what they have open."""
     lock = str(directory / "node.lock")
-    return sorted(
-        {int(file.parts[2]) for file in Path("/proc").glob("[0-9]*/fd/*") if _is(file, lock)}
-    )
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return sorted(pid for pid in pids if _has_open(pid, lock))
+
+
+def _has_open(pid: int, path: str) -> bool:
+    files = Path(f"/proc/{pid}/fd")
+    try:
+        return any(_is(files / number, path) for number in os.listdir(files))
+    except OSError:
+        return False  # it has ended meanwhile
 
 
 def _is(link: Path, target: str) -> bool:
