@@ -34,7 +34,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Join, Request, Stage, Stats
-from lookup_buffer.protocol.sockets import peer_of, unmapped_user
+from lookup_buffer.protocol.sockets import descriptors_in, peer_of, unmapped_user
 from lookup_buffer.runtime import node_socket
 from lookup_buffer.shm.memory import Staging
 from lookup_buffer.times import CALL_SECONDS, TRANSFER_NEWS_SECONDS
@@ -488,10 +488,7 @@ class NodeConnection:
                 )
             except OSError as error:
                 raise self._broken(error) from error
-            for _, _, rights in ancillary:  # nothing else can come
-                passed = array.array("i")
-                passed.frombytes(rights[: len(rights) - len(rights) % passed.itemsize])
-                descriptors += passed
+            descriptors += descriptors_in(ancillary)
             if not data:
                 raise self._broken(OSError("it closed the connection"))
             for message in self._decode(data):

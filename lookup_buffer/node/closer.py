@@ -12,13 +12,14 @@ import os
 import socket
 import struct
 import threading
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from fcntl import ioctl
 from termios import FIONREAD
 from typing import Final
+
+from lookup_buffer.protocol.sockets import descriptors_in
 
 CLOSERS_MAX: Final = 16
 """Closes that last, at the same time; the others wait."""
@@ -31,8 +32,6 @@ EMPTY_MAX: Final = 1000
 In a stream there is none."""
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(4 * RECEIVED_MAX) + 1024
 """Also for what a socket may ask for beside: credentials, label, and a pidfd."""
-_SCM_PIDFD: Final = 4
-"""Linux 6.5: a pidfd of each message's sender, where the socket has SO_PASSPIDFD."""
 _NO_LINGER: Final = struct.pack("@ii", 0, 0)
 
 _log = logging.getLogger(__name__)
@@ -86,16 +85,6 @@ def urgent_in_line(connection: socket.socket) -> None:
     """Receive urgent data (`MSG_OOB`) like all others. Else the kernel drops them in a call that
     receives, and closes the descriptors that came with them."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
-
-
-def descriptors_in(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
-    """Those that were sent, and those of senders, for which the client had the socket ask."""
-    kinds = (socket.SCM_RIGHTS, _SCM_PIDFD)
-    found = array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind in kinds:
-            found.frombytes(data[: len(data) // found.itemsize * found.itemsize])
-    return list(found)
 
 
 def _unread_bytes(connection: socket.socket) -> int:

@@ -25,12 +25,17 @@ from termios import TIOCOUTQ
 from typing import Any, Protocol, TypeVar
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
-from lookup_buffer.node.closer import RECEIVED_MAX, Closer, descriptors_in, urgent_in_line
+from lookup_buffer.node.closer import RECEIVED_MAX, Closer, urgent_in_line
 from lookup_buffer.node.shares import Shares, size_of
 from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.framing import MAX_HEADER_BYTES, FrameDecoder, Macs, encode_frame
 from lookup_buffer.protocol.messages import Request
-from lookup_buffer.protocol.sockets import bytes_in_kernel, end_when_unanswered, peer_of
+from lookup_buffer.protocol.sockets import (
+    bytes_in_kernel,
+    descriptors_in,
+    end_when_unanswered,
+    peer_of,
+)
 from lookup_buffer.times import PEER_PROGRESS_SECONDS, TRANSFER_TOLD_SECONDS
 
 READ_BYTES = 64 << 10

@@ -1,11 +1,11 @@
 """How the turns of the node's loop are shared, so that nothing holds it for long.
 
-`Turns` is for connections, for answers to other nodes, for the inserts
-of all clients, and for the hand-offs that wait for room. A connection handles its messages in
-steps, an insert its parts. Together the steps take about TURN_SECONDS of each turn of the loop, or
-one step takes longer. The rest waits, and then each worker makes one step in its turn: who sends
-much delays others by a step. While there is time and nobody waits, a step is made at once: a
-message is handled as soon as it is read. Used on the loop's thread only.
+`Turns` is for connections, for answers to other nodes, for the inserts of all clients, and for the
+hand-offs that wait for room. A connection handles its messages in steps, an insert its parts.
+Together the steps take about TURN_SECONDS of each turn of the loop, or one step takes longer. The
+rest waits, and then each worker makes one step in its turn: who sends much delays others by a step.
+While there is time and nobody waits, a step is made at once: a message is handled as soon as it is
+read. Used on the loop's thread only.
 """
 
 import asyncio

@@ -9,7 +9,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from fcntl import ioctl
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ PROBES: Final = 3
 """Keepalive: after so long without a packet probes are sent, so far apart; when so many in a row
 got no answer, the connection ends."""
 
+_SCM_PIDFD: Final = 4
+"""Linux 6.5: a pidfd of each message's sender, where the socket has SO_PASSPIDFD."""
 _CREDENTIALS: Final = struct.Struct("@iII")
 """Of a process: its id, user and group."""
 _TIMEVAL: Final = struct.Struct("@ll")
@@ -273,6 +276,16 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(found)
     return pid, uid
+
+
+def descriptors_in(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors that came with a message: those that were sent, and those of its sender, for
+    which the other end had the socket ask. The caller owns them."""
+    found = array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind in (socket.SCM_RIGHTS, _SCM_PIDFD):
+            found.frombytes(data[: len(data) // found.itemsize * found.itemsize])
+    return list(found)
 
 
 def ignore_errors(action: Callable[[], object]) -> None:

@@ -105,9 +105,7 @@ def test_client_embeddings_are_neither_looked_up_nor_stored() -> None:
     assert bench.buffer.calls == []
 
 
-def test_a_metadata_request_waits_then_fails_alone() -> None:
-    bench = Bench()
-    request = make_request("r", "A", metadata_only=True)
+def assert_fails_after_its_wait(bench: Bench, request: Request) -> None:
     for _ in range(2):
         assert not bench.ensure(request)
         assert not bench.scheduler.gate.take_unavailable_requests()
@@ -115,6 +113,12 @@ def test_a_metadata_request_waits_then_fails_alone() -> None:
     assert not bench.ensure(request)
     (why,) = bench.scheduler.gate.take_unavailable_requests().values()
     assert why.reason == "absent"
+
+
+def test_a_metadata_request_waits_then_fails_alone() -> None:
+    bench = Bench()
+    request = make_request("r", "A", metadata_only=True)
+    assert_fails_after_its_wait(bench, request)
     assert bench.scheduler.counters.totals()["unavailable:absent"] == 1
     assert not bench.scheduler.gate.take_unavailable_requests()
     assert bench.buffer.fleet.given_back == ["A"], "the query releases its claim"
@@ -126,13 +130,7 @@ def test_an_item_with_media_and_without_needs_its_output(bare: int) -> None:
     bench = Bench()
     request = make_request("r", "A", "A")
     request.mm_features[bare].data = None
-    for _ in range(2):
-        assert not bench.ensure(request)
-        assert not bench.scheduler.gate.take_unavailable_requests()
-        bench.clock.now += METADATA_WAIT_SECONDS / 2
-    assert not bench.ensure(request)
-    (why,) = bench.scheduler.gate.take_unavailable_requests().values()
-    assert why.reason == "absent"
+    assert_fails_after_its_wait(bench, request)
     bench.store("A")
     delivered = make_request("delivered", "A", "A")
     delivered.mm_features[bare].data = None
