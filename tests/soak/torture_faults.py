@@ -156,8 +156,10 @@ def _no_memory_left(fleet: Fleet) -> tuple[float, Undo] | None:
 
 
 def _limit(fleet: Fleet, pid: int, kind: int, most: int) -> tuple[float, Undo]:
-    """The soft limit alone, of a running process."""
-    before, hard = resource.prlimit(pid, kind)
+    """The soft limit alone, of a running process. Where limits overlap, the end of the first is
+    the end of all: one that gave back what it had found would leave the limit of another."""
+    now, hard = resource.prlimit(pid, kind)
+    before = fleet.soft_limits.setdefault((pid, kind), now)
     resource.prlimit(pid, kind, (most, hard))
 
     def undo() -> None:

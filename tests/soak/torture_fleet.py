@@ -167,6 +167,8 @@ class Fleet:
         self.starved: set[NodeProcess] = set()
         """Those that were, since they started: they may hang, see docs/torture.md."""
         self.was_starved: set[NodeProcess] = set()
+        self.soft_limits: dict[tuple[int, int], int] = {}
+        """What a process had before it was limited, by its pid and the kind of limit."""
         self._fills = fills
         self._environments = environments or {}
         self._published: dict[tuple[str, int], Publication] = {}
