@@ -516,7 +516,9 @@ class Traces(ABC):
 
     @abstractmethod
     async def hottest(self, namespaces: Sequence[str], most: int) -> dict[Address, int]:
-        """Hits of the `most` keys with the most hits in each namespace."""
+        """Hits of the `most` keys with the most hits in each namespace; of those, the ones with the
+        most hits whose names have HOTTEST_CHARACTERS_MAX (`store.trace`) together.
+        """
 
     @abstractmethod
     async def departures(self, nodes: Sequence[str]) -> dict[str, Departure]:

@@ -7,9 +7,14 @@ memory once.
 """
 
 import re
+import sys
 from contextlib import suppress
-from sys import intern
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+INTERNS_FOREVER: Final = (3, 12) <= sys.version_info < (3, 12, 7)
+"""Python keeps each interned text until the process ends (python/cpython#113993): text from outside
+must not be interned there."""
+_interned = str if INTERNS_FOREVER else sys.intern
 
 LOCATIONS_MAX = 4
 """Nodes in one record. More copies do not help a reader and make the record larger."""
@@ -69,7 +74,7 @@ class Location(NamedTuple):
         if not match:
             raise ValueError("not a location")
         boot, generation, checksum = match.groups()
-        return cls(node, intern(boot), int(generation), int(checksum, 16))
+        return cls(node, _interned(boot), int(generation), int(checksum, 16))
 
     def check(self) -> None:
         """Raise ValueError unless the store may hold this location."""
@@ -113,7 +118,7 @@ class DeviceLocation(NamedTuple):
         if not match:
             raise ValueError("not a device location")
         mark, kind, library, port, pool = match.groups()
-        return cls(node, int(mark), intern(kind), intern(library), int(port), intern(pool))
+        return cls(node, int(mark), _interned(kind), _interned(library), int(port), _interned(pool))
 
     def check(self) -> None:
         """Raise ValueError unless the store may hold this location."""

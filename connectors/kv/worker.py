@@ -1,7 +1,8 @@
 """The worker side: copies chunks of KV from the arena into vLLM's blocks, and out of them.
 
-The model's thread only puts loads and saves into queues. `LoadQueue` has one thread that loads one
-request at a time. `SaveQueue` has one thread that copies chunks out and stores them. The model's
+The model's thread only puts loads and saves into queues. `LoadQueue` has one thread for what is
+pinned on this host, and a few for hand-offs, whose owner may not be reached. Each loads one request
+at a time. `SaveQueue` has one thread that copies chunks out and stores them. The model's
 thread copies a chunk itself only if vLLM is about to overwrite its blocks.
 
 On the host, a copy runs on the thread that requests it. On a device, copies run on separate
@@ -14,6 +15,7 @@ loaded. It then computes those blocks.
 
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,8 +50,13 @@ TRANSFERS_MAX: Final = 1024
 """So many transfers are remembered of which a piece was stored, or was not."""
 HANDOFF_SECONDS = 2.0
 """How long a load waits for one chunk of a hand-off."""
+HANDOFF_SECONDS_MIN = 0.2
+"""And for the first one, if it waited for a thread so long: enough for an owner that is reached. So
+where many owners are not, the loads behind theirs are late by little."""
+HANDOFF_THREADS: Final = 4
+"""Requests that load hand-offs at the same time."""
 CLOSE_SECONDS = 5.0
-"""How long `KvWorker.close` waits for the thread that loads."""
+"""How long `KvWorker.close` waits for the threads that load."""
 
 _cuda: Any = torch.cuda  # much of torch.cuda has no types
 
@@ -186,10 +193,10 @@ class KvWorker:
 
     # -- the queues' threads
 
-    def _copy_in(self, chunk: ChunkLoad, after: Any) -> None:
+    def _copy_in(self, chunk: ChunkLoad, after: Any, seconds: float) -> None:
         assert self._pages is not None
         if chunk.transfer:
-            self._take_handoff(chunk, after)
+            self._take_handoff(chunk, after, seconds)
             return
         order = chunk.orders[self._rank]
         if self._arena is not None:
@@ -198,10 +205,10 @@ class KvWorker:
         window = self._buffer.arena(order.boot)[order.offset : order.offset + order.nbytes]
         self._scatter(chunk, codec.tensor_over(window, order.header), after)
 
-    def _take_handoff(self, chunk: ChunkLoad, after: Any) -> None:
+    def _take_handoff(self, chunk: ChunkLoad, after: Any, seconds: float) -> None:
         """Take a chunk of a hand-off out of the buffer, even if vLLM needs none of its blocks."""
         key = key_of(chunk.name, self._rank, chunk.transfer)
-        source = self._buffer.drop_select(key, timeout=HANDOFF_SECONDS)
+        source = self._buffer.drop_select(key, timeout=seconds)
         if source is not None and chunk.blocks:
             self._scatter(chunk, source, after)
 
@@ -277,39 +284,61 @@ def _bound(transfers: "OrderedDict[str, Any]") -> None:
         transfers.popitem(last=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A load that waits for a thread."""
+
+    load: RequestLoad
+    after: Any
+    since: float = field(default_factory=time.monotonic)
+
+
 class LoadQueue:
-    """Copies the chunks of requests into vLLM's blocks: a queue and its thread.
+    """Copies the chunks of requests into vLLM's blocks: two queues and their threads.
 
     Args:
-        copy: copies one chunk into its blocks; may raise any `LookupBufferError`.
+        copy: copies one chunk into its blocks, after a mark, and waits for it for so many seconds;
+            may raise any `LookupBufferError`.
     """
 
     def __init__(
-        self, copy: Callable[[ChunkLoad, Any], None], counters: Counters, log: RateLimitedLog
+        self,
+        copy: Callable[[ChunkLoad, Any, float], None],
+        counters: Counters,
+        log: RateLimitedLog,
+        handoff_threads: int = HANDOFF_THREADS,
     ) -> None:
         self._copy = copy
         self._counters = counters
         self._log = log
-        self._queue: queue.SimpleQueue[tuple[RequestLoad, Any] | Callable[[], None] | None] = (
-            queue.SimpleQueue()
-        )
+        self._here: _Queue = queue.SimpleQueue()
+        """Of chunks that are pinned on this host."""
+        self._handoffs: _Queue = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._pending = 0
         self._results = LoadResults()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="lb-kv-load", daemon=True)
-        self._thread.start()
+        self._queues = [self._here, *[self._handoffs] * handoff_threads]
+        """Of each thread."""
+        self._threads = [
+            threading.Thread(target=self._run, args=(each,), name="lb-kv-load", daemon=True)
+            for each in self._queues
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def put(self, load: RequestLoad, after: Any) -> None:
         """Enqueue a load, in the model's thread. It runs after the mark `after`; see
         `Pages.mark`."""
         with self._changed:
             self._pending += 1
-        self._queue.put((load, after))
+        is_handoff = any(chunk.transfer for chunk in load.chunks)
+        (self._handoffs if is_handoff else self._here).put(_Waiting(load, after))
 
     def call(self, job: Callable[[], None]) -> None:
-        """Run `job` on the thread, behind the loads so far. What it raises is only logged."""
-        self._queue.put(job)
+        """Run `job` on the thread of what is pinned on this host, behind those loads so far. What
+        it raises is only logged."""
+        self._here.put(job)
 
     def take(self, timeout: float) -> LoadResults:
         """The loads that ended since the last call. Waits for one, at most `timeout` seconds, if a
@@ -328,22 +357,25 @@ class LoadQueue:
         """Idempotent."""
         if not self._closed:
             self._closed = True
-            self._queue.put(None)
-        self._thread.join(timeout)
+            for each in self._queues:
+                each.put(None)
+        until = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
-    def _run(self) -> None:
+    def _run(self, entries: "_Queue") -> None:
         use_every_core()
-        while (entry := self._queue.get()) is not None:
+        while (entry := entries.get()) is not None:
             if callable(entry):
                 self._call(entry)
                 continue
-            load, after = entry
-            lost = set() if self._closed else self._load(load, after)
+            lost = set() if self._closed else self._load(entry)
+            request_id = entry.load.request_id
             with self._changed:
                 self._pending -= 1
-                self._results.loaded.add(load.request_id)
+                self._results.loaded.add(request_id)
                 if lost:
-                    self._results.failed.add(load.request_id)
+                    self._results.failed.add(request_id)
                     self._results.lost_blocks |= lost
                 self._changed.notify_all()
 
@@ -353,12 +385,15 @@ class LoadQueue:
         except Exception as error:  # noqa: BLE001 -- top of a thread that has loads to run
             self._log.report("device", "the GPU failed: %s", error)
 
-    def _load(self, load: RequestLoad, after: Any) -> set[int]:
+    def _load(self, waiting: _Waiting) -> set[int]:
         """Load the chunks. Returns the blocks that were not filled: those of the first chunk that
         failed and of all later ones, as vLLM uses nothing after a gap."""
+        load, waited = waiting.load, time.monotonic() - waiting.since
+        seconds = max(HANDOFF_SECONDS - waited, HANDOFF_SECONDS_MIN)
         for index, chunk in enumerate(load.chunks):
             try:
-                self._copy(chunk, after)
+                self._copy(chunk, waiting.after, seconds)
+                seconds = HANDOFF_SECONDS
             except LookupBufferError as error:
                 self._report("lost", error)
             except Exception as error:  # noqa: BLE001 -- top of a thread; vLLM waits for a result
@@ -371,6 +406,9 @@ class LoadQueue:
     def _report(self, reason: str, error: Exception) -> None:
         self._counters.add(f"load_failed:{reason}")
         self._log.report(reason, "KV failed to load and is computed: %s", error)
+
+
+_Queue = queue.SimpleQueue[_Waiting | Callable[[], None] | None]
 
 
 class PagedChunk:

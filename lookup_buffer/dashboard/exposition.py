@@ -35,7 +35,10 @@ class Exposition:
 
     def text(self, state: NodeState, accept: str) -> tuple[bytes, str]:
         """The page and its content type, for the header `Accept`."""
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # a version in it that the library cannot compare
+            encode, content_type = choose_encoder("")
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Metrics([*self._metrics(state), *self._process.collect()]))
         return encode(registry), content_type

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lookup_buffer.dashboard.metrics import FAMILIES
@@ -23,12 +23,15 @@ from lookup_buffer.node.membership import Liveness
 from lookup_buffer.times import DEAD_AFTER_SECONDS
 from store import BrowsableStore, StoreError, StoreRefused, StoreUnavailable
 from store.record import SAFE_NAME
+from store.trace import hottest_of
 
 RATE_SECONDS = 10
 """The period of the rates of nodes."""
 HOTTEST_SHOWN = 12
 HOT_SECONDS = 60
 """The period of the hit rates of keys."""
+SPACES_MAX = 64
+"""Namespaces whose hits one sample reads. Of more, each has its turn."""
 SCAN_SECONDS = 5.0
 """Least pause between two scans for namespaces. Each scan reads all keys of the server."""
 SCAN_SHARE = 0.02
@@ -69,6 +72,8 @@ class FleetSampler:
         self._gone: dict[str, float] = {}
         """Nodes that left, and when that was found (clock of the samples, seconds)."""
         self._spaces: list[str] = []
+        self._turn = 0
+        """The first of them whose hits are read next."""
         self._scan: asyncio.Task[tuple[list[str], float]] | None = None
         self._scan_at = 0.0
 
@@ -80,7 +85,7 @@ class FleetSampler:
         """
         self._scan_namespaces()
         began = time.monotonic()
-        sample = await take_sample(self._store, self._spaces, began)
+        sample = await self._take(began)
         ages = await self._store.node_ages(sorted(sample.beats))
         read_seconds = time.monotonic() - began
         self._observe(sample, ages)
@@ -99,6 +104,21 @@ class FleetSampler:
             "hottest": self._hottest(sample),
         }
         return PageUpdate(now, None if before is None else _point(Activity(before, sample), now))
+
+    async def _take(self, now: float) -> Sample:
+        """A sample, with the hits that were last read in namespaces which are not read this time.
+
+        Samples share the texts of keys: each of a minute would else have its own.
+        """
+        turn = self._spaces[self._turn :] + self._spaces[: self._turn]
+        spaces, others = turn[:SPACES_MAX], set(turn[SPACES_MAX:])
+        self._turn = (self._turn + len(spaces)) % max(1, len(turn))
+        sample = await take_sample(self._store, spaces, now)
+        before = self._samples[-1].hits if self._samples else {}
+        hits = {at: count for at, count in before.items() if at[0] in others}
+        known = {at: at for at in before}
+        hits |= {known.get(at, at): count for at, count in sample.hits.items()}
+        return replace(sample, hits=hottest_of(hits) if others else hits)
 
     def close(self) -> None:
         if self._scan is not None:

@@ -103,6 +103,11 @@ _SHOWN_CHARACTERS = 32
 _NAMED_MAX = 6
 _PARTS_CHARACTERS_MAX = 64 << 10
 """A longer part is compared as a whole: who can write the store may write any length."""
+_COMPARED_MAX = 512
+_COMPARED_WITH_MAX = 64
+_COMPARED_PARTS_MAX = 256
+"""Namespaces that `most_alike` compares, those with the key that it compares them with, and parts
+of each: all that an honest fleet has. More would hold the page for many seconds."""
 _DEPTH_MAX = 8
 """Objects within objects that are taken apart. Each level is read again."""
 
@@ -344,19 +349,22 @@ def most_alike(
 ) -> dict[str, str]:
     """For each namespace of `without` the most similar one of `having`; the most similar first.
 
-    Similar means that few parts differ; among equals the lower fingerprint comes first. Pairs in
-    which a namespace is not described come last.
+    Of many namespaces only the first ones by fingerprint are compared. Similar means that few parts
+    differ; among equals the lower fingerprint comes first. Pairs in which a namespace is not
+    described come last.
     """
-    holders = sorted(having)
+    holders = sorted(having)[:_COMPARED_WITH_MAX]
+    others = sorted(without)[:_COMPARED_MAX]
     flat = {
-        space: frozenset(_flat(described.get(space, {})).items()) for space in {*without, *holders}
+        space: frozenset(sorted(_flat(described.get(space, {})).items())[:_COMPARED_PARTS_MAX])
+        for space in (*others, *holders)
     }
 
     def unlike(one: str, other: str) -> tuple[bool, bool, int]:
         here, there = flat[one], flat[other]
         return not there, not here, len({name for name, _ in here ^ there})
 
-    nearest = {space: min(holders, key=partial(unlike, space)) for space in without}
+    nearest = {space: min(holders, key=partial(unlike, space)) for space in others}
     order = sorted(nearest, key=lambda space: (unlike(space, nearest[space]), space))
     return {space: nearest[space] for space in order}
 

@@ -26,6 +26,7 @@ from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arena import Arena, Evicting
 from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.closer import Closer
 from lookup_buffer.node.connection import Connection, Fields, Session, Tasks
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Arrival, Handoffs
@@ -53,6 +54,9 @@ LOOK_AGAIN_SECONDS = 0.02
 WRITING_SECONDS_MAX = 5.0
 """An insert waits so long for another one, or for a fetch, that writes the same key."""
 BUSY = "this key is being written, or room is being made for it; insert it again"
+UNMAPPING_MAX = 256
+"""So many staging areas may wait to be unmapped: each has pages and a descriptor."""
+BUSY_UNMAPPING = "many staging areas are still to be unmapped; insert it again"
 FAILED = error_fields(BufferFull("the node could not store it, as its log says; insert it again"))
 """The result of a part for which there is no other."""
 PART_BYTES = 1 << 10
@@ -100,9 +104,10 @@ class _Inserting:
     waiting: Tasks = field(default_factory=Tasks)
     """Those whose part is not admitted: the end of the connection cancels them."""
     size: int = field(init=False)
-    """What it counts of the session's requests that wait, beside 1 for each part that waits."""
-    counted: int = 0
-    """Of that, what is counted: all of it from when the first part waits until the answer."""
+    """What it counts of the session's requests that wait, until the answer; and 1 for each part
+    that waits."""
+    is_left: bool = False
+    """Whether its connection has ended."""
 
     def __post_init__(self) -> None:
         self.size = size_of(self.request.keys, PART_BYTES) - 1
@@ -126,6 +131,11 @@ class Inserts:
     announcements: Announcements
     reads: Reads
     stagings: StagingAreas = field(init=False)
+    closer: Closer = field(default_factory=Closer)
+    left: int = 0
+    """Requests in progress whose connection has ended."""
+    _unmapping: int = 0
+    """Areas that wait for `lb-copy` to be unmapped."""
     _inserting: dict[Connection, _Inserting] = field(default_factory=dict)
     """One request at a time for each connection."""
     _turns: Turns = field(init=False)
@@ -133,13 +143,14 @@ class Inserts:
 
     def __post_init__(self) -> None:
         self._turns = Turns(self.loop)
-        self.stagings = StagingAreas(self.arena.memory.nbytes, self._unmap)
+        self.stagings = StagingAreas(self.arena.memory.nbytes, self._close_area)
 
     def insert(self, connection: Connection, session: Session, request: Insert) -> None:
         """Store tensors of the connection's staging area, or answer `exists`.
 
         Raises:
             ProtocolError: the request is not valid; nothing was done.
+            BufferFull: it is large, and clients' requests occupy as much memory as they may.
         """
         if connection in self._inserting:
             raise ProtocolError("an insert is already in flight on this connection")
@@ -149,9 +160,13 @@ class Inserts:
         is_searched = staging is None or staging.is_searched(end)
         if staging is not None and is_searched:
             staging.check_filled(end)
+        one = _Inserting(connection, session, request, staging, parts)
+        if one.size:
+            session.waits.check(session.id, one.size)
         if staging is not None:
             self.stagings.use(staging)
-        one = self._inserting[connection] = _Inserting(connection, session, request, staging, parts)
+        session.waits.add(session.id, one.size)
+        self._inserting[connection] = one
         if staging is None or is_searched:
             self._begin(one)
         else:
@@ -163,22 +178,27 @@ class Inserts:
         Raises:
             ProtocolError: it sent none, or one of no such area; or an insert of the connection is
                 not answered, which would lose its bytes.
+            BufferFull: many areas are still to be unmapped.
         """
         if connection in self._inserting:
             raise ProtocolError("the staging area cannot change while an insert is in flight")
         descriptor = connection.take_descriptor()
         try:
+            if self._unmapping >= UNMAPPING_MAX:
+                raise BufferFull(BUSY_UNMAPPING)
             self.stagings.open(connection, descriptor)
-        except ProtocolError:
+        except LookupBufferError:
             connection.discard([descriptor])
             raise
         return {}
 
     def unstage(self, connection: Connection) -> None:
-        """Unmap the connection's staging area; if an insert uses it, after that. What waits to be
-        admitted is dropped."""
+        """The connection has ended: unmap its staging area; if an insert uses it, after that. What
+        waits to be admitted is dropped."""
         inserting = self._inserting.get(connection)
         if inserting is not None:
+            inserting.is_left = True
+            self.left += 1
             inserting.waiting.cancel()
             inserting.untried.clear()
         self.stagings.close(connection)
@@ -246,16 +266,12 @@ class Inserts:
                 return
 
     def _may_wait(self, one: _Inserting, part: _Part) -> bool:
-        """Whether this part may wait, as may the request it belongs to; else it is refused."""
-        waits, owner = one.session.waits, one.session.id
-        uncounted = one.size - one.counted
+        """Whether this part may wait; else it is refused."""
         try:
-            waits.check(owner, 1 + uncounted)
+            one.session.waits.check(one.session.id)
         except BufferFull as error:
             self._refuse(part, error)
             return False
-        waits.add(owner, uncounted)
-        one.counted += uncounted
         return True
 
     def _start(
@@ -271,7 +287,8 @@ class Inserts:
         if one.tasks or one.is_beginning:
             return
         del self._inserting[one.connection]
-        one.session.waits.add(one.session.id, -one.counted)
+        self.left -= one.is_left
+        one.session.waits.add(one.session.id, -one.size)
         if one.staging is not None:
             self.stagings.release(one.staging)
         results = [part.result or FAILED for part in one.parts]
@@ -406,10 +423,19 @@ class Inserts:
         source = None if one.staging is None else one.staging.mapping
         return [self.arena.fill(item, source, part.offset) for part, item in reserved]
 
-    def _unmap(self, mapping: Mapping) -> None:
-        """On a thread: the pages may be many, and this the last to have them."""
+    def _close_area(self, area: Mapping | int) -> None:
+        """A mapping on `lb-copy`, a descriptor on `lb-close`: the pages may be many, and this the
+        last to have them."""
+        if isinstance(area, int):
+            self.closer.close([area])
+            return
         with suppress(RuntimeError):  # this is closed: the process ends
-            self._copiers.submit(mapping.close)
+            unmapping = self.loop.run_in_executor(self._copiers, area.close)
+            self._unmapping += 1
+            unmapping.add_done_callback(self._unmapped)
+
+    def _unmapped(self, _: "asyncio.Future[None]") -> None:
+        self._unmapping -= 1
 
     def _abandon(self, reserved: Sequence[Reserved]) -> None:
         """Release the memory of those that are not committed."""

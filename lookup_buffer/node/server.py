@@ -96,8 +96,8 @@ from lookup_buffer.shm.index import RemoteIndex
 from lookup_buffer.times import QUARANTINE_SECONDS
 
 CONNECTIONS_MAX = 1024
-"""Of clients, with the sessions that were lost and still have pins. Each session has a descriptor
-more, for its process."""
+"""Of clients, with the sessions that were lost and still have pins, and inserts that go on after
+the end of their connection. Each session has a descriptor more, for its process."""
 HELLO_SECONDS = 5.0
 """A connection that has no session after this time is closed."""
 LAST_READ_SECONDS = 0.1
@@ -130,7 +130,7 @@ class Server:
     """The settings that a client's configuration must share with this node; see `Hello.expects`."""
     read_only: bool = False
     """Whether CHANGES are refused."""
-    closer: Closer = field(default_factory=Closer)
+    closer: Closer = field(init=False)
     idle_since: float = field(default_factory=time.monotonic)
     _waits: Shares = field(default_factory=new_waits)
     _pending: Shares = field(default_factory=new_pending)
@@ -156,6 +156,7 @@ class Server:
 
     def __post_init__(self) -> None:
         pools = self.lanes.pools
+        self.closer = self.inserts.closer
         self._turns = Turns(self.loop)
         self._prefetches = Prefetches(
             self.reads, self.lanes, self.claims, self.counters, self._sessions
@@ -249,7 +250,7 @@ class Server:
             self.loop.remove_reader(self._listener.fileno())
             self.loop.call_later(TRY_AGAIN_SECONDS, self._watch)
             return
-        if len(self._of) + self._lost >= CONNECTIONS_MAX:
+        if len(self._of) + self._lost + self.inserts.left >= CONNECTIONS_MAX:
             self.closer.close_connection(sock)
             return
         connection = Connection(

@@ -57,9 +57,9 @@ class StagingArea:
             raise ProtocolError("the staging area has a hole; write all bytes of a tensor")
 
     def find_hole(self) -> None:
-        """Set `filled_bytes`: to the end of the area, if need be. Any thread, while it has
-        users."""
-        if self.filled_bytes < self.nbytes:
+        """Set `filled_bytes`: to the end of the area, if need be. Any thread, while it has users.
+        It is not worth while for a connection that has ended."""
+        if self.is_current and self.filled_bytes < self.nbytes:
             self.filled_bytes = os.lseek(self._fd, self.filled_bytes, os.SEEK_HOLE)
 
     def map(self) -> None:
@@ -67,19 +67,23 @@ class StagingArea:
         if self.mapping is None:
             self.mapping = adopt(self._fd, most_bytes=self.nbytes)
 
-    def close(self) -> Mapping | None:
-        """Close the descriptor; what is mapped is returned to be closed."""
-        os.close(self._fd)  # of a memfd, so it does not wait
+    def end(self) -> Mapping | int:
+        """What is to be closed, on a thread: it may be the last to have the pages, and to give back
+        1 GiB takes 0.25 s."""
+        if self.mapping is None:
+            return self._fd
+        os.close(self._fd)  # the mapping has a descriptor of its own
         return self.mapping
 
 
 class StagingAreas:
-    """One for each connection that has staged. `unmap` closes a mapping; it may take a while."""
+    """One for each connection that has staged. `close` closes a mapping or a descriptor, on a
+    thread."""
 
-    def __init__(self, capacity_bytes: int, unmap: Callable[[Mapping], object]) -> None:
+    def __init__(self, capacity_bytes: int, close: Callable[[Mapping | int], None]) -> None:
         self._most_bytes = ARENAS_MAX * capacity_bytes
         self._idle_bytes_max = capacity_bytes // IDLE_SHARE
-        self._unmap = unmap
+        self._close = close
         self._areas: dict[Connection, StagingArea] = {}
         self._idle: dict[StagingArea, None] = {}
         """Mapped and without an insert, the longest first."""
@@ -106,7 +110,7 @@ class StagingAreas:
             area.is_current = False
             if not area.users:
                 self._wake(area)
-                self._end(area)
+                self._close(area.end())
 
     def use(self, area: StagingArea) -> None:
         """From now on until `release` it is mapped, and not closed.
@@ -125,7 +129,7 @@ class StagingAreas:
         if area.is_current:
             self._rest(area)
         else:
-            self._end(area)
+            self._close(area.end())
 
     def _rest(self, area: StagingArea) -> None:
         if area.mapping is not None:
@@ -135,16 +139,10 @@ class StagingAreas:
             longest = next(iter(self._idle))
             self._wake(longest)
             mapping, longest.mapping = longest.mapping, None
-            self._close(mapping)
+            if mapping is not None:
+                self._close(mapping)
 
     def _wake(self, area: StagingArea) -> None:
         if area in self._idle:
             del self._idle[area]
             self._idle_bytes -= area.nbytes
-
-    def _end(self, area: StagingArea) -> None:
-        self._close(area.close())
-
-    def _close(self, mapping: Mapping | None) -> None:
-        if mapping is not None:
-            self._unmap(mapping)

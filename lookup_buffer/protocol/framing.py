@@ -21,11 +21,14 @@ import hashlib
 import hmac
 import re
 import struct
+from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
 import msgpack
+import msgpack.fallback
 
 from lookup_buffer.errors import ProtocolError
+from store.record import INTERNS_FOREVER
 
 MAX_LIST_ITEMS: Final = 16_384
 """Longer lists and maps are refused; send them in several messages."""
@@ -43,6 +46,14 @@ _FIXED_WIDTHS: Final = {
 }  # fmt: skip
 _LENGTH_WIDTHS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _COUNT_WIDTHS: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+
+
+# msgpack's decoder in C interns the keys of maps; its slower one in Python does not, with a hook.
+_unpackb: Final = (
+    partial(msgpack.fallback.unpackb, object_pairs_hook=dict)
+    if INTERNS_FOREVER
+    else msgpack.unpackb
+)
 
 
 def pack(value: object) -> bytes:
@@ -67,7 +78,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
     if len(_LONG_LIST.findall(data)) > _HARMLESS_LONG_LISTS:
         _check_depth(bytes(data))
     try:
-        return msgpack.unpackb(
+        return _unpackb(
             data,
             raw=False,
             strict_map_key=True,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from connectors.kv import worker
 from connectors.kv.chunks import key_of
 from connectors.kv.engine import KvSettings
 from connectors.kv.metadata import ChunkLoad, ChunkSave, KvStepMetadata, RequestLoad
@@ -260,9 +261,9 @@ def test_a_step_that_runs_no_model_waits_for_a_load_and_another_does_not(rank: R
     rank.save(ChunkSave("chunk", (0, 1)))
     gate, copy = threading.Event(), rank.worker.loads._copy
 
-    def held_up(chunk: ChunkLoad, after: Any) -> None:
+    def held_up(chunk: ChunkLoad, after: Any, seconds: float) -> None:
         gate.wait(SECONDS)
-        copy(chunk, after)
+        copy(chunk, after, seconds)
 
     rank.worker.loads._copy = held_up
     started = time.monotonic()
@@ -274,6 +275,25 @@ def test_a_step_that_runs_no_model_waits_for_a_load_and_another_does_not(rank: R
     threading.Timer(0.05, gate.set).start()
     assert rank.worker.loads.take(SECONDS).loaded == {"r"}
     assert not rank.worker.results().loaded
+
+
+def test_hand_offs_that_do_not_come_delay_no_chunk_of_this_host_and_no_other_hand_off(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from an engine whose node is not reached: 2 s each, one after the other, before all."""
+    monkeypatch.setattr(worker, "HANDOFF_SECONDS", 3.0)
+    rank.save(ChunkSave("here", (0, 1)), ChunkSave("piece", (2,), "id"))
+    expected = rank.content((0, 1)), rank.content((2,))
+    lost = [ChunkLoad("piece", (), 0, transfer=f"lost-{number}") for number in range(24)]
+    loads = [RequestLoad(each.transfer, (each,)) for each in lost]
+    loads.append(RequestLoad("piece", (ChunkLoad("piece", (9,), 0, transfer="id"),)))
+    rank.step(KvStepMetadata(loads=loads))
+    began = time.monotonic()
+    assert rank.load(rank.chunk("here", (7, 8)), request="here").loaded == {"here"}
+    wait_until(lambda: "piece" in rank.worker.results().loaded, 40.0)
+    assert time.monotonic() - began < scaled(len(lost) * 3.0 / 2)
+    assert torch.equal(rank.content((7, 8)), expected[0])
+    assert torch.equal(rank.content((9,)), expected[1])
 
 
 def test_of_a_hand_off_that_does_not_fit_nothing_stays(start_node: StartNode) -> None:

@@ -73,6 +73,8 @@ def test_both_formats_have_the_same_values(pair: Pair) -> None:
     plain = {name for name, _ in samples(pair[0])}
     open_metrics = {re.split(r"[ {]", line)[0] for line in text.splitlines() if line[0] != "#"}
     assert plain == open_metrics
+    strange = {"Accept": "application/openmetrics-text; version=abc"}
+    assert get(pair[0], "/metrics", strange)[0] == 200
 
 
 def test_each_event_is_counted(pair: Pair) -> None:

@@ -108,7 +108,7 @@ class FaultyKVConnector(LookupBufferKVConnector):
         copied: list[str] = []
         told: list[str] = [""]
 
-        def fail(chunk: ChunkLoad, after: Any) -> None:
+        def fail(chunk: ChunkLoad, after: Any, seconds: float) -> None:
             if path.exists():
                 if path.read_text() != told[0]:  # another test
                     told[0] = path.read_text()
@@ -116,7 +116,7 @@ class FaultyKVConnector(LookupBufferKVConnector):
                 copied.append(chunk.name)
                 if len(copied) > int(told[0]):
                     raise MissingTensor(f"{chunk.name}: evicted, for a test")
-            copy(chunk, after)
+            copy(chunk, after, seconds)
 
         worker.loads._copy = fail
 

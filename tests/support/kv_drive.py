@@ -15,6 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 from unittest.mock import patch
@@ -28,7 +29,7 @@ from connectors.kv.engine import parse_kv_settings
 from connectors.kv.metadata import ChunkLoad
 from connectors.kv.rank import kv_shape
 from connectors.kv.scheduler import KvScheduler
-from connectors.kv.worker import KvWorker, PagedChunk
+from connectors.kv.worker import KvWorker, LoadQueue, PagedChunk
 from connectors.plugin import KV_CONNECTOR_MODULE, KV_CONNECTOR_NAME
 from kv_ledger import KvLedger
 from patience import scaled
@@ -163,15 +164,17 @@ class Turnstile:
 
 
 class HeldWorker(KvWorker):
-    """The worker of one rank, whose two threads work when they are let."""
+    """The worker of one rank, whose three threads work when they are let."""
 
     def __init__(self, ledger: KvLedger, settings: Any, *, rank: int, blocks: int) -> None:
-        self._saving, self._loading = Turnstile(), Turnstile()
-        self._under_way: set[str] = set()
-        """Requests whose load has not ended."""
+        self._saving, self._loading, self._taking = Turnstile(), Turnstile(), Turnstile()
+        self._under_way: dict[str, bool] = {}
+        """Requests whose load has not ended, and whether it is of a hand-off."""
         self._loaded: set[str] = set()
         self._lost: set[int] = set()
         super().__init__(lambda: ledger, settings, rank=rank, num_blocks=blocks)  # type: ignore[arg-type, return-value]
+        self.loads.close(10.0)
+        self.loads = LoadQueue(self._copy_in, self.counters, self._log, handoff_threads=1)
         cache = torch.zeros(blocks, 1, BLOCK, 2, dtype=torch.float32)
         self.register({"0": cache})
         self.cache = cache.view(torch.int64).view(blocks * BLOCK)
@@ -180,17 +183,22 @@ class HeldWorker(KvWorker):
         self._saving.enter()
         return super()._insert(text, chunk)
 
-    def _copy_in(self, chunk: ChunkLoad, after: Any) -> None:
-        self._loading.enter()
-        super()._copy_in(chunk, after)
+    def _copy_in(self, chunk: ChunkLoad, after: Any, seconds: float) -> None:
+        (self._taking if chunk.transfer else self._loading).enter()
+        super()._copy_in(chunk, after, seconds)
 
     def load(self, metadata: Any) -> None:
-        self._under_way |= {load.request_id for load in metadata.loads}
+        for load in metadata.loads:
+            self._under_way[load.request_id] = any(chunk.transfer for chunk in load.chunks)
         super().load(metadata)
 
     def work(self, may: Callable[[], bool]) -> None:
         """Let each thread do its work, piece by piece, for as long as it `may`."""
-        turnstiles = [(self._loading, self._has_loaded), (self._saving, self._has_saved)]
+        turnstiles: list[tuple[Turnstile, Callable[[], bool]]] = [
+            (self._loading, partial(self._has_loaded, False)),
+            (self._taking, partial(self._has_loaded, True)),
+            (self._saving, self._has_saved),
+        ]
         for turnstile, is_idle in turnstiles:
             while turnstile.waits(is_idle) and may():
                 turnstile.let_one_through()
@@ -198,12 +206,13 @@ class HeldWorker(KvWorker):
     def _has_saved(self) -> bool:
         return self.saves.drain(0.0)
 
-    def _has_loaded(self) -> bool:
+    def _has_loaded(self, handoffs: bool) -> bool:
         results = self.results()
         self._loaded |= results.loaded
         self._lost |= results.lost_blocks
-        self._under_way -= results.loaded
-        return not self._under_way
+        for request in results.loaded:
+            self._under_way.pop(request, None)
+        return handoffs not in self._under_way.values()
 
     def output(self) -> KVConnectorOutput:
         """What the worker reports of a step."""
@@ -216,8 +225,8 @@ class HeldWorker(KvWorker):
         )
 
     def close(self) -> None:
-        self._saving.open()
-        self._loading.open()
+        for each in (self._saving, self._loading, self._taking):
+            each.open()
         super().close()
 
 

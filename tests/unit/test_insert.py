@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lookup_buffer.errors import NodeUnavailable
+from lookup_buffer.errors import BufferFull, NodeUnavailable
 from lookup_buffer.node import arena, insert, turns
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.connection import Session
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Handoffs
-from lookup_buffer.node.insert import Inserts
+from lookup_buffer.node.insert import COPIERS, FAILED, UNMAPPING_MAX, Inserts
 from lookup_buffer.node.items import Item
 from lookup_buffer.node.locate import Waiting
+from lookup_buffer.node.staging import SEARCH_INLINE_BYTES, StagingAreas
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome
 from lookup_buffer.shm.memory import Mapping, Staging
@@ -69,6 +70,16 @@ class Client:
         self.staging = Staging(nbytes)
         self.staging.view[:] = bytes(nbytes)
         self.area: StagingArea | None = None
+        self.passed = -1
+
+    def take_descriptor(self) -> int:
+        return self.passed
+
+    def discard(self, descriptors: list[int]) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def end(self, error: Exception | None) -> None: ...
 
     def send(self, message: dict[str, Any]) -> None:
         self.sent.append(message)
@@ -441,6 +452,116 @@ def test_a_copy_that_fails_leaves_nothing_and_is_answered(key: str, nbytes: int)
         client.staging.close()
 
     asyncio.run(test())
+
+
+async def busy_copiers(node: Node) -> threading.Event:
+    """All threads that copy wait for it."""
+    over, busy = threading.Event(), threading.Barrier(COPIERS + 1)
+
+    def wait() -> None:
+        busy.wait(10.0)
+        over.wait(10.0)
+
+    for _ in range(COPIERS):
+        node.inserts._copiers.submit(wait)
+    await asyncio.to_thread(busy.wait, 10.0)
+    return over
+
+
+def test_an_area_of_a_connection_that_has_ended_is_not_searched_and_counts_meanwhile() -> None:
+    """Searches for one connection after the other had 4,600 descriptors within 8 s."""
+
+    async def test() -> None:
+        node = Node(16 << 20)
+        over = await busy_copiers(node)
+        clients = [Client(number, SEARCH_INLINE_BYTES * 2) for number in range(5)]
+        for number, client in enumerate(clients):
+            node.insert(client, [f"k{number}"], [1], [0], 0.0)
+            node.inserts.unstage(client.connection)
+        assert node.inserts.left == 5
+        over.set()
+        for client in clients:
+            async with asyncio.timeout(10.0):
+                assert await client.results() == [FAILED]
+            assert client.area is not None
+            assert client.area.filled_bytes == 0
+            client.staging.close()
+        assert node.inserts.left == 0
+        node.at_rest()
+        node.inserts.close()
+        node.arena.close()
+
+    asyncio.run(test())
+
+
+def test_areas_that_wait_to_be_unmapped_have_a_bound() -> None:
+    async def test() -> None:
+        node, client = Node(16 << 20), Client(1, STAGED_BYTES)
+        before = len(os.listdir("/proc/self/fd"))
+        over = await busy_copiers(node)
+        for _ in range(UNMAPPING_MAX + 1):
+            client.passed = os.dup(client.staging.fd)
+            assert node.inserts.stage(client.connection) == {}
+        client.passed = os.dup(client.staging.fd)
+        with pytest.raises(BufferFull, match="still to be unmapped"):
+            node.inserts.stage(client.connection)
+        over.set()
+        async with asyncio.timeout(10.0):
+            while node.inserts._unmapping:
+                await asyncio.sleep(0.001)
+        client.passed = os.dup(client.staging.fd)
+        assert node.inserts.stage(client.connection) == {}
+        node.inserts.unstage(client.connection)
+        node.inserts.close()
+        assert len(os.listdir("/proc/self/fd")) <= before
+        node.arena.close()
+        client.staging.close()
+
+    asyncio.run(test())
+
+
+def test_an_insert_counts_from_its_request_to_its_answer() -> None:
+    """Hundreds of large ones, each begun in its turn, took 3.5 MiB each, without a bound."""
+
+    async def test() -> None:
+        node, client = Node(16 << 20), Client(1, STAGED_BYTES)
+        waits = client.session.waits
+        keys = [f"{number}-{'x' * 200}" for number in range(4096)]
+        node.insert(client, keys, [0] * len(keys), [0] * len(keys), 0.0)
+        counted = waits._held[client.session.id]
+        assert counted > len(keys) * 1200 // (16 << 10)
+        other = Client(1, STAGED_BYTES)
+        other.session.waits = waits
+        waits.add("another", waits.total - waits._used - 1)
+        with pytest.raises(BufferFull, match="requests that wait"):
+            node.insert(other, keys, [0] * len(keys), [0] * len(keys), 0.0)
+        node.insert(other, ["one"], [1], [0], 0.0)  # what is small is not refused
+        async with asyncio.timeout(10.0):
+            await client.results()
+            await other.results()
+        assert client.session.id not in waits._held
+        node.inserts.close()
+        node.arena.close()
+        client.staging.close()
+        other.staging.close()
+
+    asyncio.run(test())
+
+
+def test_the_last_close_of_an_area_is_on_a_thread() -> None:
+    """It gives back its pages: 1 GiB took 0.25 s of the loop."""
+    for is_mapped in (True, False):
+        closed: list[Mapping | int] = []
+        client = Client(1, STAGED_BYTES)
+        areas = StagingAreas(STAGED_BYTES * (2 if is_mapped else 1), closed.append)
+        areas.open(client.connection, os.dup(client.staging.fd))
+        areas.close(client.connection)
+        last = closed.pop()
+        assert isinstance(last, Mapping if is_mapped else int)
+        os.fstat(last) if isinstance(last, int) else last.close()
+        for each in [*closed, last]:
+            os.close(each) if isinstance(each, int) else each.close()
+        client.staging.close()
 
 
 @pytest.mark.parametrize("key", ["k", "k@r"])
