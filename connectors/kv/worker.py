@@ -51,8 +51,8 @@ TRANSFERS_MAX: Final = 1024
 HANDOFF_SECONDS = 2.0
 """How long a load waits for one chunk of a hand-off."""
 HANDOFF_SECONDS_MIN = 0.2
-"""And for the first one, if it waited for a thread so long: enough for an owner that is reached. So
-where many owners are not, the loads behind theirs are late by little."""
+"""And for the first one, if it waited for a thread so long: enough for an owner that is reached; a
+silent one takes a second more. So where many are, the loads behind theirs are late by little."""
 HANDOFF_THREADS: Final = 4
 """Requests that load hand-offs at the same time."""
 CLOSE_SECONDS = 5.0

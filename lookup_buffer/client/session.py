@@ -497,15 +497,19 @@ class NodeConnection:
                 return message
 
     def stage(self, nbytes: int, timeout: float) -> Staging:
-        """This connection's staging area, grown to hold `nbytes`."""
+        """This connection's staging area, grown to hold `nbytes`.
+
+        Raises:
+            NodeUnavailable: the node did not answer in time.
+            BufferFull: it is still to unmap many such areas.
+        """
         if self._staging is None or self._staging.nbytes < nbytes:
             staging = Staging(max(STAGING_BYTES_MIN, 1 << (nbytes - 1).bit_length()))
             request = Stage(next_request_id())
             deadline = time.monotonic() + timeout
             try:
                 self.send(request, deadline=deadline, descriptors=[staging.fd])
-                while not any(m.get("id") == request.id for m in self.receive(deadline)):
-                    pass
+                self.reply(request, deadline)
             except BaseException:
                 staging.close()
                 raise

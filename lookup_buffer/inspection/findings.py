@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from lookup_buffer.errors import MissReason
@@ -101,13 +102,16 @@ Differences = dict[str, tuple[str | None, str | None]]
 
 _SHOWN_CHARACTERS = 32
 _NAMED_MAX = 6
-_PARTS_CHARACTERS_MAX = 64 << 10
-"""A longer part is compared as a whole: who can write the store may write any length."""
+_PARTS_MAX = 256
+_PARTS_CHARACTERS_MAX = 16 << 10
+"""A description is taken apart into so many parts and names of so many characters; what is longer
+is compared as a whole. That of a connector has about 2,000, but any client may describe."""
+_VALUE_CHARACTERS_MAX = 1 << 10
+"""Of a value of a difference."""
 _COMPARED_MAX = 512
 _COMPARED_WITH_MAX = 64
-_COMPARED_PARTS_MAX = 256
-"""Namespaces that `most_alike` compares, those with the key that it compares them with, and parts
-of each: all that an honest fleet has. More would hold the page for many seconds."""
+"""Namespaces that `most_alike` compares, and those with the key that it compares them with: all
+that an honest fleet has. More would hold the page for many seconds."""
 _DEPTH_MAX = 8
 """Objects within objects that are taken apart. Each level is read again."""
 
@@ -335,10 +339,14 @@ def no_namespace(key: str, namespace: str, known: Sequence[str]) -> Finding:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Differences:
-    """The parts that differ, by name: (value here, value there). None: that side lacks the part."""
+    """The parts that differ, by name: (value here, value there), of long values the first
+    characters. None: that side lacks the part."""
     here, there = _flat(ours), _flat(theirs)
     return {
-        name: (here.get(name), there.get(name))
+        name: (
+            _shown(here.get(name), _VALUE_CHARACTERS_MAX),
+            _shown(there.get(name), _VALUE_CHARACTERS_MAX),
+        )
         for name in sorted(here.keys() | there.keys())
         if here.get(name) != there.get(name)
     }
@@ -356,7 +364,7 @@ def most_alike(
     holders = sorted(having)[:_COMPARED_WITH_MAX]
     others = sorted(without)[:_COMPARED_MAX]
     flat = {
-        space: frozenset(sorted(_flat(described.get(space, {})).items())[:_COMPARED_PARTS_MAX])
+        space: frozenset(islice(_flat(described.get(space, {})).items(), _PARTS_MAX))
         for space in (*others, *holders)
     }
 
@@ -372,7 +380,7 @@ def most_alike(
 def difference_text(found: Differences) -> str:
     """The differences as text: `dtype (float16 here, bfloat16 there), …`."""
     named = [
-        f"{name} ({_shown(here)} here, {_shown(there)} there)"
+        f"{name} ({_brief(here)} here, {_brief(there)} there)"
         for name, (here, there) in list(found.items())[:_NAMED_MAX]
     ]
     if len(found) > len(named):
@@ -380,33 +388,46 @@ def difference_text(found: Differences) -> str:
     return ", ".join(named)
 
 
-def _flat(parts: Mapping[str, str], depth: int = _DEPTH_MAX) -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in parts.items():
-        members = _members(value) if depth else {}
-        if members:
-            flat |= {f"{name}.{member}": text for member, text in _flat(members, depth - 1).items()}
-        else:
-            flat[name] = value
-    return flat
+def _flat(parts: Mapping[str, str]) -> dict[str, str]:
+    """The parts; those that are JSON objects member by member, as far as there is room for that."""
+    whole: dict[str, str] = {}
+    objects = dict(parts)
+    room, characters = _PARTS_MAX - len(objects), _PARTS_CHARACTERS_MAX
+    for _ in range(_DEPTH_MAX):
+        taken_apart: dict[str, str] = {}
+        for name, value in objects.items():
+            members = _members(value, room)
+            size = sum(len(name) + len(member) + len(text) for member, text in members.items())
+            if members and size <= characters:
+                room, characters = room - len(members), characters - size
+                taken_apart |= {f"{name}.{member}": text for member, text in members.items()}
+            else:
+                whole[name] = value
+        objects = taken_apart
+    return whole | objects
 
 
-def _members(value: str) -> dict[str, str]:
+def _members(value: str, most: int) -> dict[str, str]:
+    """Of a JSON object with at most so many; none of anything else."""
     if not value.startswith("{") or len(value) > _PARTS_CHARACTERS_MAX:
         return {}
     try:
         found = json.loads(value)
+        if len(found) > most:
+            return {}
+        return {
+            name: member if isinstance(member, str) else json.dumps(member, sort_keys=True)
+            for name, member in found.items()
+        }
     except (ValueError, RecursionError):
         return {}
-    return {
-        str(name): member if isinstance(member, str) else json.dumps(member, sort_keys=True)
-        for name, member in found.items()
-    }
 
 
-def _shown(value: str | None) -> str:
-    if not value:
-        return "nothing"
-    if len(value) <= _SHOWN_CHARACTERS:
+def _shown(value: str | None, most: int) -> str | None:
+    if value is None or len(value) <= most:
         return value
-    return value[: _SHOWN_CHARACTERS - 1] + "…"
+    return value[: most - 1] + "…"
+
+
+def _brief(value: str | None) -> str:
+    return _shown(value, _SHOWN_CHARACTERS) or "nothing"

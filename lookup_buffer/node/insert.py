@@ -33,7 +33,7 @@ from lookup_buffer.node.handoffs import Arrival, Handoffs
 from lookup_buffer.node.items import Item, Pin
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.read import Reads
-from lookup_buffer.node.shares import size_of
+from lookup_buffer.node.shares import REQUEST_BYTES, size_of
 from lookup_buffer.node.staging import StagingArea, StagingAreas
 from lookup_buffer.node.turns import Steps, Turns
 from lookup_buffer.protocol.header import TensorHeader
@@ -62,6 +62,9 @@ FAILED = error_fields(BufferFull("the node could not store it, as its log says; 
 PART_BYTES = 1 << 10
 """About what one part of a request occupies, beside the text of its key: also once it has its
 result, while others of the request wait."""
+
+TABLED_BYTES = 512 * REQUEST_BYTES
+"""The page tables of so many bytes of a staging area occupy as much as a request that waits."""
 
 T = TypeVar("T")
 
@@ -111,6 +114,8 @@ class _Inserting:
 
     def __post_init__(self) -> None:
         self.size = size_of(self.request.keys, PART_BYTES) - 1
+        if self.staging is not None:
+            self.size += self.staging.nbytes // TABLED_BYTES
         self.untried = deque(self.parts)
 
     def admitted(self) -> None:
@@ -134,6 +139,8 @@ class Inserts:
     closer: Closer = field(default_factory=Closer)
     left: int = 0
     """Requests in progress whose connection has ended."""
+    _searching: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 1))
+    """One search for a hole at a time: a thread is left for copies."""
     _unmapping: int = 0
     """Areas that wait for `lb-copy` to be unmapped."""
     _inserting: dict[Connection, _Inserting] = field(default_factory=dict)
@@ -150,19 +157,25 @@ class Inserts:
 
         Raises:
             ProtocolError: the request is not valid; nothing was done.
-            BufferFull: it is large, and clients' requests occupy as much memory as they may.
         """
         if connection in self._inserting:
             raise ProtocolError("an insert is already in flight on this connection")
         staging = self.stagings.of(connection)
         parts = _parts(request, 0 if staging is None else staging.nbytes)
         end = max((part.end for part in parts if part.header.nbytes), default=0)
+        if not end:
+            staging = None
         is_searched = staging is None or staging.is_searched(end)
         if staging is not None and is_searched:
             staging.check_filled(end)
         one = _Inserting(connection, session, request, staging, parts)
-        if one.size:
-            session.waits.check(session.id, one.size)
+        try:
+            self._check_memory(one)
+        except BufferFull as error:
+            for part in parts:
+                self._refuse(part, error)
+            self._send_results(one)
+            return
         if staging is not None:
             self.stagings.use(staging)
         session.waits.add(session.id, one.size)
@@ -184,8 +197,7 @@ class Inserts:
             raise ProtocolError("the staging area cannot change while an insert is in flight")
         descriptor = connection.take_descriptor()
         try:
-            if self._unmapping >= UNMAPPING_MAX:
-                raise BufferFull(BUSY_UNMAPPING)
+            self._check_unmapping()
             self.stagings.open(connection, descriptor)
         except LookupBufferError:
             connection.discard([descriptor])
@@ -208,8 +220,21 @@ class Inserts:
 
     # -- one request
 
+    def _check_memory(self, one: _Inserting) -> None:
+        """Raises BufferFull: clients' requests occupy as much memory as they may, or many areas are
+        still to be unmapped."""
+        if one.size:
+            one.session.waits.check(one.session.id, one.size)
+        if one.staging is not None and one.staging.mapping is None:
+            self._check_unmapping()
+
+    def _check_unmapping(self) -> None:
+        if self._unmapping >= UNMAPPING_MAX:
+            raise BufferFull(BUSY_UNMAPPING)
+
     async def _search_and_begin(self, one: _Inserting, staging: StagingArea, end: int) -> None:
-        await asyncio.shield(self.loop.run_in_executor(self._copiers, staging.find_hole))
+        async with self._searching:
+            await asyncio.shield(self.loop.run_in_executor(self._copiers, staging.find_hole))
         try:
             staging.check_filled(end)
         except ProtocolError as error:
@@ -291,6 +316,9 @@ class Inserts:
         one.session.waits.add(one.session.id, -one.size)
         if one.staging is not None:
             self.stagings.release(one.staging)
+        self._send_results(one)
+
+    def _send_results(self, one: _Inserting) -> None:
         results = [part.result or FAILED for part in one.parts]
         one.connection.send({"id": one.request.id, "results": results})
 

@@ -64,6 +64,8 @@ from store import Location
 
 GONE: Final = OwnerReply("gone")
 UNREACHED: Final = OwnerReply("unreached")
+GRANTED_TURN_SECONDS: Final = 2.0
+"""A transfer that was granted waits for its turn at least so long."""
 
 
 # -- the connection to an owner
@@ -349,8 +351,9 @@ class Takes:
                 found: Taken | RemoteLease | MissReason
                 found = await self._attempt(session, address, until)
                 if isinstance(found, RemoteLease):
-                    turn_until = until if request.wait_seconds else until + TURN_SECONDS
-                    found = await self._fetch(connection, request, found, turn_until)
+                    found = await self._fetch(
+                        connection, request, found, self._turn_until(request, until)
+                    )
                 if isinstance(found, Taken) or found is MissReason.OWNER_DEAD:
                     return found
                 if self.loop.time() >= until:
@@ -359,6 +362,13 @@ class Takes:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(again_seconds(failures) if failures else None):
                         await changed()
+
+    def _turn_until(self, request: Take, until: float) -> float:
+        """Until when a transfer that is granted waits for its turn. It needs some time also if the
+        take had to wait: else a burst of takes would lose those that waited longest."""
+        if not request.wait_seconds:
+            return until + TURN_SECONDS
+        return max(until, self.loop.time() + GRANTED_TURN_SECONDS)
 
     async def _attempt(
         self, session: Session, address: QualifiedKey, until: float

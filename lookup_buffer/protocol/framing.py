@@ -21,6 +21,7 @@ import hashlib
 import hmac
 import re
 import struct
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -48,9 +49,16 @@ _LENGTH_WIDTHS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _COUNT_WIDTHS: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 
 
+def _named(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    named = dict(pairs)
+    if not all(isinstance(name, str | bytes) for name in named):  # msgpack 1.0.8 does not look
+        raise ValueError("a map with other keys than texts")
+    return named
+
+
 # msgpack's decoder in C interns the keys of maps; its slower one in Python does not, with a hook.
 _unpackb: Final = (
-    partial(msgpack.fallback.unpackb, object_pairs_hook=dict)
+    partial(msgpack.fallback.unpackb, object_pairs_hook=_named)
     if INTERNS_FOREVER
     else msgpack.unpackb
 )

@@ -69,3 +69,20 @@ def test_the_namespaces_of_one_client_do_not_hold_the_page() -> None:
     assert time.thread_time() - started < 10.0
     assert 256 <= len(found) < 1_000
     assert names[0] in found
+
+
+def test_a_description_is_not_multiplied_by_the_names_in_it() -> None:
+    """64 KB were 123 MiB, and the answer 646 MB: each member had the 32 K of the names above it."""
+    members: object = dict.fromkeys(map(str, range(200)), 0)
+    for depth in range(7):
+        members = {f"{depth}" * 2_000: members}
+    ours, theirs = (
+        {"a": json.dumps(members)},
+        {"a": json.dumps({"x" * 12_000: {"b": "1", "c": "2"}})},
+    )
+    found = differences(ours, theirs)
+    assert sum(len(name) + len(str(values)) for name, values in found.items()) < 40_000
+    assert found["a." + "x" * 12_000][0] is None
+    assert differences({"a": "y" * 60_000}, {"a": "z"}) == {"a": ("y" * 1023 + "…", "z")}
+    deep = "{" * 5_000
+    assert differences({"a": '{"b": ' + "[" * 900 + "]" * 900 + "}"}, {"a": deep})

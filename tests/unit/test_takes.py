@@ -328,9 +328,12 @@ def test_an_owner_says_in_time_whether_it_has_the_item_or_counts_as_unreached(
     assert not owner._asked
 
 
-@pytest.mark.parametrize("wait_seconds", [0.0, 2.0])
+@pytest.mark.parametrize(
+    ("wait_seconds", "waits"),
+    [(0.0, TURN_SECONDS), (0.2, takes.GRANTED_TURN_SECONDS), (5.0, 5.0)],
+)
 def test_a_take_waits_for_the_turn_of_its_transfer_for_its_time(
-    remote: Pair, wait_seconds: float
+    remote: Pair, wait_seconds: float, waits: float
 ) -> None:
     """Without one for TURN_SECONDS. The item stays where it is."""
     remote.owner.insert()
@@ -341,7 +344,7 @@ def test_a_take_waits_for_the_turn_of_its_transfer_for_its_time(
         assert await remote.take(wait_seconds) is MissReason.BUSY
         return remote.loop.time() - began
 
-    assert remote.run(take()) == pytest.approx(wait_seconds or TURN_SECONDS, abs=0.5)
+    assert remote.run(take()) == pytest.approx(waits, abs=0.5)
     remote.at_rest(holds=True)
 
 
