@@ -402,7 +402,9 @@ class BrowsableStore(MetadataStore):
 
     @abstractmethod
     async def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
-        """Store the parts of a namespace in clear text for a week. Raises StoreFull."""
+        """Store the parts of a namespace in clear text for a week, instead of those that it has.
+        Raises StoreFull.
+        """
 
     @abstractmethod
     async def add_hits(self, namespace: str, hits: Mapping[str, int]) -> None:

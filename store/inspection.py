@@ -39,6 +39,7 @@ PROBES: tuple[Command, ...] = (
     ("HGET", _PROBE, "field"),
     ("HGETALL", _PROBE),
     ("HKEYS", _PROBE),
+    ("HLEN", _PROBE),
     ("HSCAN", _PROBE, 0, "COUNT", 1),
     ("HDEL", _PROBE, "field"),
     ("ZINCRBY", _PROBE, 1, "member"),

@@ -36,6 +36,7 @@ from store.inspection import RedisInspection
 from store.mirror import RedisMirror
 from store.mirror_claims import RedisMirrorClaims
 from store.record import Record, check_namespace, check_node, check_token
+from store.replies import Command
 from store.topology import Topology
 from store.trace import RedisTraces
 
@@ -201,8 +202,11 @@ class RedisStore(BrowsableStore):
         if parts:
             fields = [text for pair in parts.items() for text in pair]
             name, life = layout.namespace(fingerprint), layout.NAMESPACE_SECONDS
+            commands: list[Command] = [("HSET", name, *fields), ("EXPIRE", name, life)]
             with _naming_key(name):
-                await self._client.batch([("HSET", name, *fields), ("EXPIRE", name, life)])
+                *_, count = await self._client.batch([*commands, ("HLEN", name)])
+                if count > len(parts):  # there are other parts, of whoever described it before
+                    await self._client.batch([("UNLINK", name), *commands])
 
     async def namespaces(self) -> dict[str, dict[str, str]]:
         described = {}

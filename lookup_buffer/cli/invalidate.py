@@ -77,13 +77,16 @@ def _require(mark: Invalidation, namespace: str, found: Mapping[str, Invalidatio
 
 
 def _only_namespace(store: BlockingStore, beginning: str) -> str:
-    """The namespace that begins with `beginning`: a described one, or any complete fingerprint.
+    """The namespace that begins with `beginning`: a described one, or any complete fingerprint,
+    which no description can change.
 
     Raises:
         CommandError: no namespace begins with it, or several do.
     """
+    if is_fingerprint(beginning):
+        return beginning
     found = sorted(name for name in store.namespaces() if name.startswith(beginning))
-    if beginning in found or (not found and is_fingerprint(beginning)):
+    if beginning in found:
         return beginning
     if not found:
         raise CommandError(f"there is no namespace that begins with {beginning!r}", ExitCode.FOUND)

@@ -364,8 +364,7 @@ def most_alike(
     holders = sorted(having)[:_COMPARED_WITH_MAX]
     others = sorted(without)[:_COMPARED_MAX]
     flat = {
-        space: frozenset(islice(_flat(described.get(space, {})).items(), _PARTS_MAX))
-        for space in (*others, *holders)
+        space: frozenset(_flat(described.get(space, {})).items()) for space in (*others, *holders)
     }
 
     def unlike(one: str, other: str) -> tuple[bool, bool, int]:
@@ -389,9 +388,10 @@ def difference_text(found: Differences) -> str:
 
 
 def _flat(parts: Mapping[str, str]) -> dict[str, str]:
-    """The parts; those that are JSON objects member by member, as far as there is room for that."""
+    """The first _PARTS_MAX parts; those that are JSON objects member by member, as far as there is
+    room for that."""
     whole: dict[str, str] = {}
-    objects = dict(parts)
+    objects = dict(islice(parts.items(), _PARTS_MAX))
     room, characters = _PARTS_MAX - len(objects), _PARTS_CHARACTERS_MAX
     for _ in range(_DEPTH_MAX):
         taken_apart: dict[str, str] = {}

@@ -41,8 +41,9 @@ NAMED_WHEN_AMBIGUOUS = 5
 FOUND_MAX = 10_000
 HOTTEST = 20
 OTHERS_MAX = 5
-"""Most namespaces without the key that are reported if the caller named none: those most similar to
-one that has the key."""
+OTHERS_NAMED_MAX = 50
+"""Most namespaces without the key that are reported, if the caller named none or the beginning of
+some: those most similar to one that has the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ class History:
             yield absent(self.key, one, where)
         if has_it:
             beside = most_alike(self.described, (known | requested) - set(has_it), has_it)
-            for space, other in islice(beside.items(), None if self.namespace else OTHERS_MAX):
+            most = OTHERS_NAMED_MAX if self.namespace else OTHERS_MAX
+            for space, other in islice(beside.items(), most):
                 yield self._stored_in_another(space, other)
 
     def _is_stored(self, space: str) -> bool:

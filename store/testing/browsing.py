@@ -117,6 +117,8 @@ class BrowsingContract(StoreContract):
         store.describe_namespace(namespace, parts)
         store.describe_namespace("other", {})
         assert store.namespaces() == {namespace: parts}
+        store.describe_namespace(namespace, {"model": "another"})  # and adds nothing to it
+        assert store.namespaces() == {namespace: {"model": "another"}}
 
     def test_counters_add_up(self, store: BlockingStore, namespace: str) -> None:
         store.beat("node-1", BOOT, 1)

@@ -225,6 +225,30 @@ def test_pages_of_another_user_lock_nobody_out(start_node: StartNode) -> None:
             wait_until(lambda: _is_open(node), 10.0)
 
 
+AS_OF_IPV6 = """
+streams = []
+for number in range(arguments[1]):
+    stream = socket.socket(socket.AF_INET6)
+    stream.bind((f"::ffff:127.0.0.{number + 1}", 0))
+    stream.connect(("::ffff:127.0.0.1", arguments[0]))
+    stream.sendall(b"GET /dashboard/stream HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
+    streams.append((stream, stream.recv(12)))
+send([status for _, status in streams])
+receive()
+"""
+
+
+def test_nor_do_those_of_one_who_connects_from_many_addresses(start_node: StartNode) -> None:
+    """By sockets for IPv6, which the kernel lists apart: each address was a user."""
+    port = free_port()
+    node = start_node(http_listen=f"http://127.0.0.1:{port}")
+    with OtherUser(AS_OF_IPV6, port, WATCHERS_MAX) as other:
+        assert other.receive().count(b"HTTP/1.1 200") == WATCHERS_MAX
+        with ExitStack() as stack:
+            for _ in range(WATCHERS_MAX // 2):
+                assert stack.enter_context(Stream(node)).status == 200
+
+
 def _is_open(node: NodeProcess) -> bool:
     with Stream(node) as stream:
         return stream.status == 200

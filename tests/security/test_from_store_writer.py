@@ -442,6 +442,15 @@ def test_no_mark_keeps_the_operator_from_removing_tensors(
             assert is_removed_by_the_operator()
 
 
+def test_a_description_leads_no_invalidation_to_another_namespace(
+    start_server: StartServer,
+) -> None:
+    """`invalidate` of a whole fingerprint took the only described namespace that began with it."""
+    url, space = start_server().url, "ab" * 32
+    command(url, "HSET", layout.namespace(f"{space}0"), "a", "b")
+    assert run_json("invalidate", space, "--store-url", url)["namespace"] == space
+
+
 def test_counters_have_names_of_counters() -> None:
     """`top` shows the reasons of misses, and the dashboard keeps a minute of them."""
     hostile = [b"misses_\x1b]0;title\x07", b"misses_\xe2\x80\xae", b"x" * 65, b"", b"A"]

@@ -86,3 +86,9 @@ def test_a_description_is_not_multiplied_by_the_names_in_it() -> None:
     assert differences({"a": "y" * 60_000}, {"a": "z"}) == {"a": ("y" * 1023 + "…", "z")}
     deep = "{" * 5_000
     assert differences({"a": '{"b": ' + "[" * 900 + "]" * 900 + "}"}, {"a": deep})
+
+
+def test_of_parts_without_number_the_first_ones_count() -> None:
+    """Redis may have any number of them: 524,288 took 8 s."""
+    parts = {str(number): "x" for number in range(100_000)}
+    assert len(differences(parts, {"a": "b"})) == 257
