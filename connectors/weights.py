@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -270,7 +271,8 @@ class WeightsWatch:
     of a training framework) calls the model's `load_weights` or writes into its parameters. Both
     happen in the workers between two steps, while the scheduler waits. A wrapper around
     `load_weights` sets the flag before the first tensor changes. A write shows in the parameters'
-    version counters in the next step.
+    version counters in the next step. A LoRA adapter that is loaded again under its number
+    (`load_inplace`) is a change, too: requests that began with the old one go on with it.
 
     For the model's thread. Create it before the model, or call `find_models`. Call `create_flag`
     before vLLM starts the scheduler, and `start` when the model is loaded.
@@ -281,6 +283,7 @@ class WeightsWatch:
         experts_move: whether vLLM exchanges the positions of experts (`enable_eplb`). That changes
             parameters, but no result.
         mark: of the weights' files before the model was loaded; see `WeightsSource`.
+        adapters: whether LoRA adapters influence what is stored.
     """
 
     def __init__(
@@ -290,6 +293,7 @@ class WeightsWatch:
         *,
         experts_move: bool = False,
         mark: bytes = b"",
+        adapters: bool = False,
     ) -> None:
         from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -306,6 +310,8 @@ class WeightsWatch:
         self._parameters: list[torch.nn.Parameter] = []
         self._version = 0
         """The sum of the parameters' version counters, which only increase."""
+        if adapters:
+            _report_replaced_adapters(self)
 
     def _on_registered(
         self, module: "torch.nn.Module", _: str, part: "torch.nn.Module | None"
@@ -403,6 +409,31 @@ class WeightsWatch:
             self._hook.remove()
         if self._flag is not None:
             self._flag.close()
+
+
+_of_adapters: "Final[weakref.WeakSet[WeightsWatch]]" = weakref.WeakSet()
+
+
+def _report_replaced_adapters(watch: WeightsWatch) -> None:
+    """From now on, an adapter that vLLM loads in place of one with its number is a change."""
+    from vllm.lora.worker_manager import WorkerLoRAManager as Manager
+
+    _of_adapters.add(watch)
+    load: Any = getattr(Manager, "_load_adapter", None)
+    if load is None:
+        logger.warning("lookup buffer: this vLLM has another LoRA manager; use no load_inplace")
+        return
+    if hasattr(load, "__wrapped__"):
+        return
+
+    @wraps(load)
+    def load_adapter(manager: Any, lora_request: Any) -> Any:
+        if lora_request.lora_int_id in manager.list_adapters():
+            for each in list(_of_adapters):
+                each._report_change()
+        return load(manager, lora_request)
+
+    Manager._load_adapter = load_adapter
 
 
 class WeightsFlag:

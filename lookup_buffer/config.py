@@ -453,7 +453,10 @@ def _parse(address: str, *schemes: str) -> tuple[str, int]:
         host, port = parts.hostname, parts.port
     except ValueError:  # the port is no number or too large, or the host is half an IPv6 address
         raise ValueError(f"an address of the form {forms}, with a port up to 65535") from None
-    if parts.scheme not in schemes or not host or port is None or parts.path.strip("/"):
+    # `urlsplit` drops line breaks, and what is dialled is also sent.
+    is_plain = address.isascii() and address.isprintable() and " " not in address
+    more = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
+    if parts.scheme not in schemes or not host or port is None or more or not is_plain:
         raise ValueError(f"an address of the form {forms}")
     # Who listens at localhost does so at 127.0.0.1. Who dials it is not to find another one at ::1.
     return "127.0.0.1" if host == "localhost" else host, port

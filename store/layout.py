@@ -64,6 +64,7 @@ _COUNTER_NAME = re.compile(rb"[a-z0-9_]{1,64}")
 _COUNTERS_MAX = 512  # a node has about 100
 _NAME_BYTES_MAX = 128  # see SAFE_NAME
 _VALUE_BYTES_MAX = 64
+_BOOT = re.compile(rb"[A-Za-z0-9]{1,24}")
 """Of a boot, a beat, the mark of an invalidation."""
 _TEXT_BYTES_MAX = 512
 """Of a node's endpoint, host and version. The name of a host has at most 253."""
@@ -215,6 +216,8 @@ def read_beat(value: bytes) -> Beat | None:
     if len(value) > _VALUE_BYTES_MAX:
         return None
     boot, _, sequence = value.partition(b":")
+    if not _BOOT.fullmatch(boot):
+        return None
     try:
         return Beat(boot.decode("ascii"), read_count(sequence))
     except ValueError:

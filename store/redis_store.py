@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from store import calls, layout, record_fields
 from store.answers import (
@@ -36,9 +37,11 @@ from store.inspection import RedisInspection
 from store.mirror import RedisMirror
 from store.mirror_claims import RedisMirrorClaims
 from store.record import Record, check_namespace, check_node, check_token
-from store.replies import Command
 from store.topology import Topology
 from store.trace import RedisTraces
+
+if TYPE_CHECKING:
+    from store.replies import Command
 
 CLOCK_JUMP_SECONDS = 30.0
 _PAGE = 1000  # keys in one round trip: about a millisecond of the server's time

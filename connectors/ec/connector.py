@@ -238,6 +238,7 @@ def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker |
     from connectors.ec.lane import WorkerDeviceLane
     from connectors.ec.seat import engine_id, identity, open_buffer, roles, worker_seat
     from connectors.ec.worker import EcWorker
+    from connectors.identifiers import reach_encoder
     from connectors.weights import WeightsWatch
 
     seat = worker_seat(vllm_config, settings)
@@ -249,7 +250,12 @@ def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker |
     experts_move = bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
     weights = None
     if rank == 0:
-        weights = WeightsWatch(engine_id(vllm_config), experts_move=experts_move, mark=mark)
+        weights = WeightsWatch(
+            engine_id(vllm_config),
+            experts_move=experts_move,
+            mark=mark,
+            adapters=reach_encoder(vllm_config),
+        )
 
     def make_lane() -> WorkerDeviceLane | None:
         if settings.device_lane == "off":

@@ -48,6 +48,9 @@ class ChunkChain:
             for feature in request.mm_features or ()
         ]
         self._first = self._link = _seed(request, adapters)
+        lora = getattr(request, "lora_request", None)
+        if self._media and lora and adapters.encode and adapters.is_reused(lora.lora_name):
+            raise NotShareable("lora")
         self.names: list[str] = []
 
     def grow(self, tokens: Sequence[int], count: int) -> list[str]:

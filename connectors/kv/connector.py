@@ -229,6 +229,10 @@ def _make_worker(vllm_config: Any, kv_cache_config: Any, settings: "KvSettings")
         rank=rank,
         num_blocks=kv_cache_config.num_blocks,
         weights=WeightsWatch(
-            engine_id(vllm_config), names=(), experts_move=experts_move, mark=mark
+            engine_id(vllm_config),
+            names=(),
+            experts_move=experts_move,
+            mark=mark,
+            adapters=getattr(vllm_config, "lora_config", None) is not None,
         ),
     )

@@ -123,6 +123,16 @@ def test_an_adapter_replaced_in_place_is_not_shared_again(tmp_path: Path) -> Non
     assert adapters.digest_of(loaded(folder)) == ""
 
 
+def test_a_name_of_several_adapters_is_known(tmp_path: Path) -> None:
+    adapters, first, second = Adapters(), adapter(tmp_path / "a"), adapter(tmp_path / "b")
+    for request in (loaded(first), loaded(first), loaded(second, name="dogs", number=2)):
+        adapters.digest_of(request)
+    assert not adapters.is_reused("cats")
+    adapters.digest_of(loaded(second, number=3))
+    assert adapters.is_reused("cats")
+    assert not adapters.is_reused("dogs")
+
+
 def test_the_number_of_adapters_is_bounded(tmp_path: Path) -> None:
     adapters, folder = Adapters(), adapter(tmp_path / "a", weights=b"w")
     adapters._digests = {("n", number, "p"): "" for number in range(ADAPTERS_MAX)}

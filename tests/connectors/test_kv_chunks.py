@@ -87,6 +87,22 @@ def test_adapters_count_by_their_content(tmp_path: Path) -> None:
     assert not {*one} & {*names()}
 
 
+def test_media_under_a_name_of_two_adapters_are_not_shared(tmp_path: Path) -> None:
+    """vLLM's encoder cache has the output of the first one under it."""
+    adapters, media = Adapters(encode=True), Feature("cats:abc", Position(0, 4))
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_bytes(bytes([number]))
+        lora = SimpleNamespace(lora_name="cats", lora_int_id=number, lora_path=str(folder))
+        wait_until(lambda: adapters.digest_of(lora), 10.0, "its files are read")  # noqa: B023
+        assert chain(adapters=adapters, lora_request=lora).grow(TOKENS, 100)
+        if number == 1:
+            assert chain(media, adapters=adapters, lora_request=lora).grow(TOKENS, 100)
+    with pytest.raises(NotShareable, match="lora"):
+        chain(media, adapters=adapters, lora_request=lora)
+
+
 def test_chunks_without_a_fleet_wide_name_are_not_shared() -> None:
     with pytest.raises(NotShareable, match="prompt_embeds"):
         chain(prompt_embeds=object())

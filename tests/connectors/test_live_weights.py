@@ -3,11 +3,15 @@
 import re
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 
 from connector_standins import EMBED_BYTES, WAIT_SECONDS, Bench, LedgerBuffer, make_request
 from connectors.client import SchedulerClient
@@ -146,6 +150,28 @@ def test_a_reload_is_detected_without_a_report_of_the_first_load(
     assert not watch.changed()
     model.load_weights([])
     assert watch.changed()
+
+
+def test_an_adapter_that_replaces_another_is_a_change(
+    engine_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vLLM's own manager. Requests that wait have the old one, and run with the new one."""
+    changed: list[bool] = []
+
+    def load(_: object, request: LoRARequest) -> None:
+        changed.append(replaced.changed())
+
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
+    replaced: WeightsWatch = WeightsWatch(engine_id, names=(), adapters=True)
+    replaced.create_flag()
+    manager = object.__new__(LRUCacheWorkerLoRAManager)
+    manager._adapter_manager = SimpleNamespace(list_adapters=lambda: {1: None})
+    with closing(replaced), suppress(AttributeError):
+        manager.add_adapter(LoRARequest("other", 2, "folder"))
+    assert changed == [False]
+    with suppress(AttributeError):  # what is loaded is none
+        manager.add_adapter(LoRARequest("cats", 1, "folder", load_inplace=True))
+    assert changed == [False, True]
 
 
 def test_the_flag_leaves_nothing_behind(engine_id: str) -> None:
