@@ -68,7 +68,8 @@ from store import (
 )
 
 TOGETHER_MAX = 64
-"""Bound on the claims of a set that are asked for together: others wait for the store meanwhile."""
+"""Bound on the claims of a request that are asked for together: others wait for the store
+meanwhile."""
 CALLS_MAX = 16
 """Bound on the calls of one server at a time, where the mirror has no connection to it."""
 CLOSE_SECONDS = 1.0
@@ -385,9 +386,12 @@ class Claims:
         self, session: Session, addresses: Iterable[QualifiedKey], lease_seconds: float
     ) -> None:
         """Write the state ENCODING to the store."""
-        async with self._sessions[session].turn, asyncio.TaskGroup() as group:
-            for address in sorted(addresses):
-                group.create_task(self._encode_one(session, address, lease_seconds))
+        left = iter(sorted(addresses))
+        async with self._sessions[session].turn:
+            while some := list(islice(left, TOGETHER_MAX)):
+                async with asyncio.TaskGroup() as group:
+                    for address in some:
+                        group.create_task(self._encode_one(session, address, lease_seconds))
 
     async def _encode_one(
         self,

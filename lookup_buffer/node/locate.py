@@ -97,6 +97,8 @@ class _Batched(Generic[T, R]):
         self._next: asyncio.Task[R] | None = None
         """That call; None if no request waits for one."""
         self._tasks: set[asyncio.Task[R]] = set()
+        self._waiting: dict[asyncio.Task[R], list[Sequence[T]]] = {}
+        """The requests of each call that has not begun."""
 
     def request(self, items: Sequence[T]) -> "asyncio.Task[R]":
         """The call that answers for `items`. It is shared: await it by `shield` or `wait`."""
@@ -104,16 +106,31 @@ class _Batched(Generic[T, R]):
             self._requests, self._items = [], 0
             self._next = asyncio.get_running_loop().create_task(self._run(self._requests))
             self._tasks.add(self._next)
+            self._waiting[self._next] = self._requests
             self._next.add_done_callback(self._tasks.discard)
         self._requests.append(items)
         self._items += len(items)
         return self._next
+
+    def withdraw(self, call: "asyncio.Task[R]", items: Sequence[T]) -> None:
+        """Nobody waits for what `call` answers for `items`: unless it has begun, they are left
+        out."""
+        requests = self._waiting.get(call, [])
+        for index, one in enumerate(requests):
+            if one is items:
+                del requests[index]
+                if requests is self._requests:
+                    self._items -= len(items)
+                return
 
     def _is_full(self, more: int) -> bool:
         return len(self._requests) >= REQUESTS_MAX or self._items + more > READING_MAX
 
     async def _run(self, requests: list[Sequence[T]]) -> R:
         async with self._one_at_a_time:
+            task = asyncio.current_task()
+            assert task is not None
+            self._waiting.pop(task, None)
             if requests is self._requests:
                 self._next = None
             return await self._call(list(itertools.chain.from_iterable(requests)))
@@ -332,7 +349,12 @@ class Locator:
         return await answer
 
     async def _read(self, addresses: Sequence[QualifiedKey]) -> list[Found]:
-        found = await asyncio.shield(self._look_ups.request(addresses))
+        call = self._look_ups.request(addresses)
+        try:
+            found = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            self._look_ups.withdraw(call, addresses)
+            raise
         return [found[address] for address in addresses]
 
     async def _look_up(self, addresses: list[QualifiedKey]) -> dict[QualifiedKey, Found]:

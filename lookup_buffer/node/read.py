@@ -60,8 +60,19 @@ class _Fetch:
     is_waiting: bool = False
     """Whether they wait for their turn."""
     result: Fetched | None = None
+    look_up: "_LookUp | None" = None
+    """The one that locates it."""
     is_doubted: bool = False
     """The running look-up may be out of date: repeat it."""
+
+
+@dataclass(slots=True, eq=False)
+class _LookUp:
+    """Fetches that are located together. `read`: how many of them have readers and no result."""
+
+    fetches: list[_Fetch]
+    read: int
+    task: "asyncio.Task[None]" = field(init=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -307,13 +318,15 @@ class Reads:
                     known.append((fetch, found))
             elif fetch.wanted is not None:
                 reader.news.put_nowait(fetch)
+            elif fetch.look_up is not None and not fetch.readers:
+                fetch.look_up.read += 1
             fetch.readers.append(reader)
             reader.fetches.add(fetch)
         try:
             if known:
                 self._begin(known)
             if unknown:
-                self._tasks.own(self.loop.create_task(self._locate(unknown)))
+                self._start_look_up(unknown)
             yield reader
         finally:
             for fetch in tuple(reader.fetches):
@@ -330,18 +343,49 @@ class Reads:
             self._release(fetch.result)
 
     def _withdraw(self, fetch: _Fetch) -> None:
-        """It has no readers: it ends, unless it is being located or its bytes are on the way."""
-        if fetch.wanted is not None and self.fetcher.withdraw(fetch.wanted):
+        """It has no readers: it ends, unless its bytes are on the way."""
+        if fetch.look_up is not None:
+            self._unread(fetch.look_up)
+        elif fetch.wanted is not None and self.fetcher.withdraw(fetch.wanted):
             self._settle(fetch, NOTHING)
 
-    async def _locate(self, fetches: list[_Fetch]) -> None:
+    def _start_look_up(self, fetches: list[_Fetch]) -> None:
+        look_up = _LookUp(fetches, len(fetches))
+        for fetch in fetches:
+            fetch.look_up = look_up
+        look_up.task = self._tasks.own(self.loop.create_task(self._locate(look_up)))
+
+    def _unread(self, look_up: _LookUp) -> None:
+        """One of its fetches less has readers. Once half of them have none, those end, and the
+        others are located anew: so what is located is bounded by the requests that wait for it."""
+        look_up.read -= 1
+        if 2 * look_up.read > len(look_up.fetches):
+            return
+        look_up.task.cancel()
+        left = [fetch for fetch in look_up.fetches if fetch.result is None]
+        for fetch in left:
+            fetch.look_up = None
+            if not fetch.readers:
+                self._settle(fetch, NOTHING)
+        if again := [fetch for fetch in left if fetch.readers]:
+            self._start_look_up(again)
+
+    async def _locate(self, look_up: _LookUp) -> None:
+        fetches = look_up.fetches
         try:
             while fetches:
                 located = await self.locator.locate([fetch.address for fetch in fetches])
+                for fetch in fetches:
+                    fetch.look_up = None
                 fetches = self._begin(list(zip(fetches, located, strict=True)))
+                look_up.fetches, look_up.read = fetches, len(fetches)
+                for fetch in fetches:
+                    fetch.look_up = look_up
         finally:  # a bug, or the node shuts down
             for fetch in fetches:
-                self._settle(fetch, Fetched(None, MissReason.STORE_DOWN))
+                if fetch.look_up is look_up:
+                    fetch.look_up = None
+                    self._settle(fetch, Fetched(None, MissReason.STORE_DOWN))
 
     def _begin(self, fetches: Sequence[tuple[_Fetch, Located]]) -> list[_Fetch]:
         """Begin the transfers, and settle misses. Returns those whose look-up must be repeated."""
@@ -386,6 +430,9 @@ class Reads:
             if self._fetches.get(fetch.address) is fetch:
                 del self._fetches[fetch.address]
             fetch.result, fetch.wanted, fetch.is_waiting = fetched, None, False
+            look_up, fetch.look_up = fetch.look_up, None
+            if look_up is not None and fetch.readers:
+                self._unread(look_up)
             for reader in fetch.readers:
                 reader.news.put_nowait(fetch)
             if fetch.readers:

@@ -159,3 +159,26 @@ def test_one_call_of_the_store_reads_no_more() -> None:
         assert max(calls) <= 10
 
     run(test)
+
+
+def test_what_nobody_waits_for_is_left_out_of_a_call_that_has_not_begun() -> None:
+    async def test() -> None:
+        calls: list[list[int]] = []
+
+        async def call(items: list[int]) -> None:
+            calls.append(items)
+            await asyncio.sleep(0)
+
+        batched = locate._Batched(call)
+        requests = [[number] * 4 for number in range(4)]
+        tasks = [batched.request(each) for each in requests]
+        first = tasks[0]
+        await asyncio.sleep(0)
+        assert calls == [[0] * 4 + [1] * 4]
+        for task, each in zip(tasks[:3], requests[:3], strict=True):
+            batched.withdraw(task, each)  # the first ones have begun
+        await asyncio.wait({first, *tasks})
+        assert calls == [[0] * 4 + [1] * 4, [3] * 4]
+        assert not batched._waiting
+
+    run(test)

@@ -5,6 +5,7 @@ The arena is real. The locator and the transfer are stand-ins, which answer when
 
 import asyncio
 import math
+import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from cancelling import cancel_at_each_wait
-from lookup_buffer.errors import BufferFull, MissReason
+from lookup_buffer.errors import BufferFull, MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node import read
 from lookup_buffer.node.arena import Arena
@@ -430,5 +431,82 @@ def test_a_read_of_many_that_is_cancelled_at_any_wait_leaves_nothing() -> None:
             await node.rest()
 
         assert await cancel_at_each_wait(read, check) >= 2
+
+    run(test)
+
+
+def test_what_is_located_has_readers_for_half_of_it_or_ends() -> None:
+    """A client that asked for much and left, again and again, had 300 MB located for nobody, and
+    others waited behind it for 16 s."""
+
+    async def test(node: Node) -> None:
+        located: list[list[QualifiedKey]] = []
+        locator: Any = node.locator
+        locate = locator.locate
+
+        async def record(addresses: Sequence[QualifiedKey]) -> list[Located]:
+            located.append(list(addresses))
+            found: list[Located] = await locate(addresses)
+            return found
+
+        locator.locate = record
+        node.locator.found, node.locator.turns = at, 10
+        addresses = [(NAMESPACE, f"k{n}") for n in range(100)]
+
+        async def read(keys: Sequence[QualifiedKey]) -> list[QualifiedKey]:
+            return [
+                address
+                async for some in node.reads.bring_each(keys, math.inf)
+                for address, fetched in some
+                if not fetched.reason
+            ]
+
+        whole = asyncio.ensure_future(read(addresses))
+        await asyncio.sleep(0)
+        part = asyncio.ensure_future(read(addresses[:3]))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        whole.cancel()
+        assert sorted(await part) == addresses[:3]
+        assert located[0] == addresses
+        assert located[-1] == addresses[:3], "anew, without those of who left"
+        assert set(node.transfers.asked) == set(addresses[:3])
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_readers_that_come_and_leave_take_nothing_from_others(seed: int) -> None:
+    async def test(node: Node) -> None:
+        chance = random.Random(seed)
+        addresses = [(NAMESPACE, f"k{n}") for n in range(12)]
+        absent = addresses[1:3]
+        node.locator.found = lambda each: nowhere(each) if each in absent else at(each)
+        node.locator.turns = chance.randint(1, 12)
+
+        async def read(keys: Sequence[QualifiedKey]) -> None:
+            came: dict[QualifiedKey, MaybeMissed] = {}
+            async for some in node.reads.bring_each(keys, math.inf):
+                came |= {address: fetched.reason for address, fetched in some}
+            assert came.keys() == set(keys)
+            for one, reason in came.items():  # busy: another one's transfer has come meanwhile
+                assert reason in ([MissReason.ABSENT] if one in absent else ["", MissReason.BUSY])
+
+        reading: list[asyncio.Future[None]] = []
+        for _ in range(120):
+            wanted = [one for one in addresses if not node.arena.holds(one)]
+            keys = chance.sample(wanted, chance.randint(0, len(wanted)))
+            if keys:
+                reading.append(asyncio.ensure_future(read(keys)))
+            if chance.random() < 0.6 and reading:
+                chance.choice(reading).cancel()
+            for _ in range(chance.randint(0, 4)):
+                await asyncio.sleep(0)
+            for address in addresses:
+                item = node.arena.peek(address)
+                if item is not None and not item.pins and chance.random() < 0.1:
+                    node.arena.remove(item, "test")
+        for one in await asyncio.gather(*reading, return_exceptions=True):
+            assert one is None or isinstance(one, asyncio.CancelledError), one
 
     run(test)
