@@ -494,6 +494,12 @@ def test_an_area_of_a_connection_that_has_ended_is_not_searched_and_counts_meanw
     asyncio.run(test())
 
 
+async def all_unmapped(node: Node) -> None:
+    async with asyncio.timeout(10.0):
+        while node.inserts._unmapping:
+            await asyncio.sleep(0.001)
+
+
 def test_areas_that_wait_to_be_unmapped_have_a_bound() -> None:
     async def test() -> None:
         node, client = Node(16 << 20), Client(1, STAGED_BYTES)
@@ -516,15 +522,11 @@ def test_areas_that_wait_to_be_unmapped_have_a_bound() -> None:
         assert "still to be unmapped" in (await client.results())[0]["message"]
         area.mapping = mapping
         over.set()
-        async with asyncio.timeout(10.0):
-            while node.inserts._unmapping:
-                await asyncio.sleep(0.001)
+        await all_unmapped(node)
         client.passed = os.dup(client.staging.fd)
         assert node.inserts.stage(client.connection) == {}
         node.inserts.unstage(client.connection)
-        async with asyncio.timeout(10.0):
-            while node.inserts._unmapping:  # its end drops what still waits
-                await asyncio.sleep(0.001)
+        await all_unmapped(node)  # its end drops what still waits
         assert len(os.listdir("/proc/self/fd")) <= before
         node.inserts.close()
         node.arena.close()
