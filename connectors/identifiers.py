@@ -137,11 +137,11 @@ class Adapters:
         """Empty while the adapter is being read, and permanently if reading it failed."""
         self._unread: deque[_Adapter] = deque()
         self._reader: threading.Thread | None = None
-        self._first: dict[str, _Adapter] = {}
-        """Of each name the first adapter."""
+        self._first: dict[str, str] = {}
+        """Of each name the path of the first adapter."""
         self._reused: set[str] = set()
-        """Names of several adapters. vLLM names an item by the adapter's name, so its encoder cache
-        may give one the output of another."""
+        """Names of adapters of several paths. vLLM names an item by the adapter's name, so its
+        encoder cache may give one the output of another."""
         self._replaced: set[str] = set()
         """Names of adapters that were changed in place; the engine may have outputs of both
         versions."""
@@ -155,7 +155,8 @@ class Adapters:
                 self._replaced.add(name)
             if name in self._replaced:
                 return ""
-            if len(self._first) < ADAPTERS_MAX and self._first.setdefault(name, adapter) != adapter:
+            path = adapter[2]
+            if len(self._first) < ADAPTERS_MAX and self._first.setdefault(name, path) != path:
                 self._reused.add(name)
             known = self._digests.get(adapter)
             if known is not None or len(self._digests) >= ADAPTERS_MAX:

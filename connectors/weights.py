@@ -423,17 +423,22 @@ def _report_replaced_adapters(watch: WeightsWatch) -> None:
     if load is None:
         logger.warning("lookup buffer: this vLLM has another LoRA manager; use no load_inplace")
         return
-    if hasattr(load, "__wrapped__"):
+    if getattr(load, "_is_reported", False):
         return
 
     @wraps(load)
     def load_adapter(manager: Any, lora_request: Any) -> Any:
-        if lora_request.lora_int_id in manager.list_adapters():
+        was_there = lora_request.lora_int_id in manager.list_adapters()
+        loaded = load(manager, lora_request)  # the manager has it once this returns
+        # One that was evicted is not there, though requests that wait for it may be.
+        if was_there or getattr(lora_request, "load_inplace", False):
             for each in list(_of_adapters):
                 each._report_change()
-        return load(manager, lora_request)
+        return loaded
 
-    Manager._load_adapter = load_adapter
+    wrapper: Any = load_adapter
+    wrapper._is_reported = True
+    Manager._load_adapter = wrapper
 
 
 class WeightsFlag:

@@ -63,8 +63,8 @@ _SAFE_KEY = re.compile(rf"[A-Za-z0-9._%#@=+,/-]{{1,{_SPELLED_CHARACTERS_MAX}}}\Z
 _COUNTER_NAME = re.compile(rb"[a-z0-9_]{1,64}")
 _COUNTERS_MAX = 512  # a node has about 100
 _NAME_BYTES_MAX = 128  # see SAFE_NAME
-_VALUE_BYTES_MAX = 64
 _BOOT = re.compile(rb"[A-Za-z0-9]{1,24}")
+_VALUE_BYTES_MAX = 64
 """Of a boot, a beat, the mark of an invalidation."""
 _TEXT_BYTES_MAX = 512
 """Of a node's endpoint, host and version. The name of a host has at most 253."""

@@ -34,6 +34,9 @@ class ChunkChain:
     """
 
     def __init__(self, request: Any, chunk_tokens: int, adapters: Adapters) -> None:
+        lora = getattr(request, "lora_request", None)
+        # Also of what is not shared: vLLM keeps its outputs.
+        digest = "" if lora is None else adapters.digest_of(lora)
         if getattr(request, "prompt_embeds", None) is not None:
             raise NotShareable("prompt_embeds")
         if getattr(request, "resumable", False):  # its media are not known yet
@@ -47,8 +50,9 @@ class ChunkChain:
             )
             for feature in request.mm_features or ()
         ]
-        self._first = self._link = _seed(request, adapters)
-        lora = getattr(request, "lora_request", None)
+        if lora is not None and not digest:
+            raise NotShareable("lora")
+        self._first = self._link = _seed(request, digest)
         if self._media and lora and adapters.encode and adapters.is_reused(lora.lora_name):
             raise NotShareable("lora")
         self.names: list[str] = []
@@ -80,13 +84,7 @@ class ChunkChain:
         return link.digest()
 
 
-def _seed(request: Any, adapters: Adapters) -> bytes:
-    digest = ""
-    lora = getattr(request, "lora_request", None)
-    if lora is not None:
-        digest = adapters.digest_of(lora)
-        if not digest:
-            raise NotShareable("lora")
+def _seed(request: Any, digest: str) -> bytes:
     salt = getattr(request, "cache_salt", None) or ""
     return hashlib.sha256(f"{digest}\0{salt}".encode("utf-8", "surrogatepass")).digest()
 

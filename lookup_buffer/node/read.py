@@ -383,7 +383,7 @@ class Reads:
                     fetch.look_up = look_up
         finally:  # a bug, or the node shuts down
             for fetch in fetches:
-                if fetch.look_up is look_up:
+                if fetch.look_up in (None, look_up):
                     fetch.look_up = None
                     self._settle(fetch, Fetched(None, MissReason.STORE_DOWN))
 

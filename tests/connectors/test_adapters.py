@@ -127,6 +127,7 @@ def test_a_name_of_several_adapters_is_known(tmp_path: Path) -> None:
     adapters, first, second = Adapters(), adapter(tmp_path / "a"), adapter(tmp_path / "b")
     for request in (loaded(first), loaded(first), loaded(second, name="dogs", number=2)):
         adapters.digest_of(request)
+    adapters.digest_of(loaded(first, number=4))  # the same files again
     assert not adapters.is_reused("cats")
     adapters.digest_of(loaded(second, number=3))
     assert adapters.is_reused("cats")

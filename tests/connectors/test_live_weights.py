@@ -171,7 +171,21 @@ def test_an_adapter_that_replaces_another_is_a_change(
     assert changed == [False]
     with suppress(AttributeError):  # what is loaded is none
         manager.add_adapter(LoRARequest("cats", 1, "folder", load_inplace=True))
-    assert changed == [False, True]
+    assert changed == [False, False]
+    assert replaced.changed(), "once it is loaded"
+
+
+def test_so_is_one_whose_number_was_evicted(
+    engine_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that waits for the old one runs with it."""
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", lambda *_: None)
+    replaced = WeightsWatch(engine_id, names=(), adapters=True)
+    manager = object.__new__(LRUCacheWorkerLoRAManager)
+    manager._adapter_manager = SimpleNamespace(list_adapters=dict)
+    with closing(replaced), suppress(AttributeError):
+        manager.add_adapter(LoRARequest("cats", 1, "folder", load_inplace=True))
+    assert replaced.changed()
 
 
 def test_the_flag_leaves_nothing_behind(engine_id: str) -> None:

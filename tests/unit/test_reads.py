@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -508,5 +509,23 @@ def test_readers_that_come_and_leave_take_nothing_from_others(seed: int) -> None
                     node.arena.remove(item, "test")
         for one in await asyncio.gather(*reading, return_exceptions=True):
             assert one is None or isinstance(one, asyncio.CancelledError), one
+
+    run(test)
+
+
+def test_a_bug_while_transfers_begin_is_a_miss_of_all() -> None:
+    async def test(node: Node) -> None:
+        node.locator.found = at
+
+        def fail(_: Sequence[Wanted]) -> None:
+            raise MemoryError
+
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        transfers: Any = node.transfers
+        fetch, transfers.fetch = transfers.fetch, fail
+        with suppress(MemoryError):
+            async with asyncio.timeout(5.0):
+                assert await node.bring(SHARED) is MissReason.STORE_DOWN
+        transfers.fetch = fetch
 
     run(test)
