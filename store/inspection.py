@@ -59,7 +59,7 @@ PROBES: tuple[Command, ...] = (
 _READS: Final = frozenset(
     (
         *("PING", "INFO", "SCAN", "TYPE", "EXISTS", "GET", "PTTL", "PEXPIRETIME"),
-        *("HGET", "HGETALL", "HKEYS", "HSCAN", "ZMSCORE"),
+        *("HGET", "HGETALL", "HKEYS", "HLEN", "HSCAN", "ZMSCORE"),
     )
 )
 
