@@ -42,7 +42,7 @@ from contextlib import suppress
 from functools import lru_cache
 
 from store.answers import COUNTER_MAX, Beat, Failure, Invalidation, NodeInfo, ServerInfo
-from store.record import SAFE_NAME, PoolEndpoint
+from store.record import BOOT, SAFE_NAME, PoolEndpoint
 
 VERSION = "1"
 
@@ -63,7 +63,6 @@ _SAFE_KEY = re.compile(rf"[A-Za-z0-9._%#@=+,/-]{{1,{_SPELLED_CHARACTERS_MAX}}}\Z
 _COUNTER_NAME = re.compile(rb"[a-z0-9_]{1,64}")
 _COUNTERS_MAX = 512  # a node has about 100
 _NAME_BYTES_MAX = 128  # see SAFE_NAME
-_BOOT = re.compile(rb"[A-Za-z0-9]{1,24}")
 _VALUE_BYTES_MAX = 64
 """Of a boot, a beat, the mark of an invalidation."""
 _TEXT_BYTES_MAX = 512
@@ -216,12 +215,11 @@ def read_beat(value: bytes) -> Beat | None:
     if len(value) > _VALUE_BYTES_MAX:
         return None
     boot, _, sequence = value.partition(b":")
-    if not _BOOT.fullmatch(boot):
-        return None
     try:
-        return Beat(boot.decode("ascii"), read_count(sequence))
+        beat = Beat(boot.decode("ascii"), read_count(sequence))
     except ValueError:
         return None
+    return beat if BOOT.match(beat.boot) else None
 
 
 def read_counters(fields: Mapping[bytes, bytes]) -> dict[str, int]:

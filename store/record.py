@@ -32,7 +32,7 @@ DEVICE = re.compile(r"[ -~]{1,12}\Z")
 one a record with 3 copies takes more than 600 bytes in Redis 7.0.
 """
 
-_BOOT = re.compile(r"[A-Za-z0-9]{1,24}\Z")
+BOOT = re.compile(r"[A-Za-z0-9]{1,24}\Z")
 _LOCATION = re.compile(r"([A-Za-z0-9]{1,24}):([1-9][0-9]{0,15}):([0-9a-f]{16})\Z")
 _POOL = re.compile(r"(gloo|nccl):([0-9a-f]{8}):([0-9]{1,5}):([0-9a-f]{12})\Z")
 _DEVICE = re.compile(rf"([1-9][0-9]{{0,15}}):{_POOL.pattern}")
@@ -80,7 +80,7 @@ class Location(NamedTuple):
         """Raise ValueError unless the store may hold this location."""
         if not SAFE_NAME.match(self.node):
             raise ValueError(f"node id {self.node!r}: 1 to 128 of A-Z a-z 0-9 . _ - are allowed")
-        if not _BOOT.match(self.boot):
+        if not BOOT.match(self.boot):
             raise ValueError(f"boot id {self.boot!r}: 1 to 24 letters and digits are allowed")
         if not 1 <= self.generation < _GENERATION_LIMIT:
             raise ValueError(f"generation {self.generation}: 1 to 2**53 - 1 are allowed")

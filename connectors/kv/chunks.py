@@ -50,11 +50,11 @@ class ChunkChain:
             )
             for feature in request.mm_features or ()
         ]
-        if lora is not None and not digest:
-            raise NotShareable("lora")
+        if lora is not None:
+            encoded = self._media and adapters.encode
+            if not digest or (encoded and adapters.is_reused(lora.lora_name)):
+                raise NotShareable("lora")
         self._first = self._link = _seed(request, digest)
-        if self._media and lora and adapters.encode and adapters.is_reused(lora.lora_name):
-            raise NotShareable("lora")
         self.names: list[str] = []
 
     def grow(self, tokens: Sequence[int], count: int) -> list[str]:
