@@ -137,11 +137,9 @@ class Adapters:
         """Empty while the adapter is being read, and permanently if reading it failed."""
         self._unread: deque[_Adapter] = deque()
         self._reader: threading.Thread | None = None
-        self._first: dict[str, str] = {}
-        """Of each name the path of the first adapter."""
-        self._reused: set[str] = set()
-        """Names of adapters of several paths. vLLM names an item by the adapter's name, so its
-        encoder cache may give one the output of another."""
+        self._paths: dict[str, str | None] = {}
+        """Of each name the path of its adapters; None if they have several. vLLM names an item by
+        the adapter's name, so its encoder cache may give one the output of another."""
         self._replaced: set[str] = set()
         """Names of adapters that were changed in place; the engine may have outputs of both
         versions."""
@@ -156,8 +154,8 @@ class Adapters:
             if name in self._replaced:
                 return ""
             path = adapter[2]
-            if len(self._first) < ADAPTERS_MAX and self._first.setdefault(name, path) != path:
-                self._reused.add(name)
+            if len(self._paths) < ADAPTERS_MAX and self._paths.setdefault(name, path) != path:
+                self._paths[name] = None
             known = self._digests.get(adapter)
             if known is not None or len(self._digests) >= ADAPTERS_MAX:
                 return known or ""
@@ -170,7 +168,7 @@ class Adapters:
 
     def is_reused(self, name: str) -> bool:
         """Whether several adapters had this name."""
-        return name in self._reused or len(self._first) >= ADAPTERS_MAX
+        return self._paths.get(name, "") is None or len(self._paths) >= ADAPTERS_MAX
 
     def encoded_unnamed(self, identifier: str) -> None:
         """Record that a request with an adapter has an identifier without the adapter's name, as

@@ -24,7 +24,7 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -94,11 +94,12 @@ class Arrival:
     address: QualifiedKey
     header: TensorHeader
     ttl_seconds: float | None
-    tried: "asyncio.Future[Item | None] | None" = None
-    """What the first attempt gives: its memory, or None if it is offered from then on. Who waits
-    for this has `admitted` too, until `Handoffs.admitted` waits for that."""
-    admitted: "asyncio.Future[Item] | None" = None
-    """Its memory, if it is or was offered."""
+    until: float
+    """It waits so long for room, by the loop's clock."""
+    admitted: "asyncio.Future[Item]"
+    """Its memory."""
+    end: asyncio.TimerHandle | None = None
+    """Of its wait, if it is or was offered."""
     refusal: str = ""
     """Why there was no room."""
 
@@ -113,6 +114,8 @@ class Handoffs:
     arena: Arena
     counters: Counters
     lease_seconds: float
+    on_offer: Callable[[QualifiedKey], None] = lambda _: None
+    """Called when takers have something to wait for there, and may queue."""
     _leases: Owned[Lease] = field(default_factory=Owned)
     """By token. Won leases stay for a while, since the winner may repeat its acknowledgement."""
     _queues: "dict[QualifiedKey, OrderedDict[asyncio.Future[Lease | None], Hashable]]" = field(
@@ -221,30 +224,16 @@ class Handoffs:
 
     # -- producers
 
-    async def reserve(self, arrival: Arrival, until: float) -> Item | None:
-        """Memory for a hand-off. None if there is no room: it is offered from now on. Call
-        `admitted` in the same turn of the loop: memory that nobody waits for would stay. Call
-        `landed` once the insert is settled, and its takers are served.
+    async def admit(self, arrival: Arrival) -> Item:
+        """Its memory. If there is no room, it is offered until there is. Call `landed` once the
+        insert is settled, and its takers are served.
 
         Raises:
-            TensorTooLarge, BufferFull: see `Arena.reserve_handoff`; BufferFull only after
-                `until`, by the loop's clock.
+            TensorTooLarge: see `Arena.reserve_handoff`.
+            BufferFull: there is no room until its deadline.
         """
-        arrival.tried = self.loop.create_future()
-        self._turns.add(Steps(partial(self._try_first, arrival, until)))
-        return await granted(arrival.tried, None, partial(self._drop, arrival))
-
-    async def admitted(self, arrival: Arrival, until: float) -> Item:
-        """Memory for a hand-off that is offered, as soon as there is room.
-
-        Raises:
-            BufferFull: there is none until `until`.
-        """
-        assert arrival.admitted is not None
-        try:
-            return await granted(arrival.admitted, until, self.arena.abandon)
-        except TimeoutError:
-            raise BufferFull(arrival.refusal) from None
+        self._turns.add(Steps(partial(self._try_first, arrival)))
+        return await granted(arrival.admitted, None, self.arena.abandon)
 
     def landed(self, arrival: Arrival) -> None:
         """End its offer, if there was one. Idempotent."""
@@ -253,6 +242,8 @@ class Handoffs:
         if arrival not in offers:
             return
         del offers[arrival]
+        if arrival.end is not None:
+            arrival.end.cancel()
         if not offers:
             del self._offers[address]
             self.arena.retract(address)
@@ -281,47 +272,41 @@ class Handoffs:
             arrival.refusal = str(error)
             raise
 
-    def _drop(self, arrival: Arrival, item: Item | None) -> None:
-        """`item` is what the first attempt gave. If it is None, the arrival was offered, and may
-        have its memory already."""
-        if item is None:
-            assert arrival.admitted is not None
-            item = None if arrival.admitted.cancel() else arrival.admitted.result()
-        if item is not None:
-            self.arena.abandon(item)
-
-    def _try_first(self, arrival: Arrival, until: float) -> None:
+    def _try_first(self, arrival: Arrival) -> None:
         """Again until what has expired and what can be evicted is gone; then it is offered."""
-        assert arrival.tried is not None
-        if arrival.tried.done():  # it was dropped
+        if arrival.admitted.done():  # it was dropped
             return
         before = self._rooms
         try:
-            item = self._reserve(arrival, wanted=arrival.address in self._queues)
-            arrival.tried.set_result(item)
+            arrival.admitted.set_result(
+                self._reserve(arrival, wanted=arrival.address in self._queues)
+            )
         except BufferFull as error:
             if self.arena.remove_expired() or isinstance(error, Evicting):
-                self._turns.add(Steps(partial(self._try_first, arrival, until)))
-            elif self.loop.time() >= until:
-                arrival.tried.set_exception(error)
+                self._turns.add(Steps(partial(self._try_first, arrival)))
+            elif self.loop.time() >= arrival.until:
+                self._refuse(arrival)
             else:
                 self._offer(arrival)
-                arrival.tried.set_result(None)
                 if self._rooms > before:  # the attempt made some
                     self._begin_look()
         except LookupBufferError as error:
-            arrival.tried.set_exception(error)
+            arrival.admitted.set_exception(error)
 
     def _offer(self, arrival: Arrival) -> None:
-        arrival.admitted = self.loop.create_future()
+        arrival.end = self.loop.call_at(arrival.until, self._refuse, arrival)
         self._offers.setdefault(arrival.address, {})[arrival] = None
         self.arena.offer(arrival.address, arrival.header)  # published, for takers on other nodes
+        self.on_offer(arrival.address)
+
+    def _refuse(self, arrival: Arrival) -> None:
+        if not arrival.admitted.done():
+            arrival.admitted.set_exception(BufferFull(arrival.refusal))
 
     def _try(self, arrival: Arrival, *, wanted: bool) -> bool:
         """Returns whether it waits no longer for space."""
-        assert arrival.admitted is not None
         try:
-            if not arrival.admitted.done():  # else it was admitted, or dropped
+            if not arrival.admitted.done():  # else it was admitted, refused or dropped
                 arrival.admitted.set_result(self._reserve(arrival, wanted=wanted))
         except BufferFull:
             return False
@@ -338,7 +323,7 @@ class Handoffs:
         self._wanted.discard(address)
         offers = self._offers.get(address, {})
         if not any(_is_admitted(arrival) for arrival in offers):
-            waiting = (each for each in offers if each.admitted and not each.admitted.done())
+            waiting = (each for each in offers if not each.admitted.done())
             smallest = min(waiting, key=lambda arrival: arrival.nbytes, default=None)
             if smallest is None or self._try(smallest, wanted=True):
                 return
@@ -459,7 +444,7 @@ class Handoffs:
 def _is_admitted(arrival: Arrival) -> bool:
     """Whether it has its memory: it will be there, unless its client leaves."""
     admitted = arrival.admitted
-    return admitted is not None and admitted.done() and not admitted.cancelled()
+    return admitted.done() and not admitted.cancelled() and admitted.exception() is None
 
 
 @dataclass(slots=True)

@@ -150,6 +150,7 @@ class Inserts:
 
     def __post_init__(self) -> None:
         self._turns = Turns(self.loop)
+        self.handoffs.on_offer = self.waiting.arrived
         self.stagings = StagingAreas(self.arena.memory.nbytes, self._close_area)
 
     def insert(self, connection: Connection, session: Session, request: Insert) -> None:
@@ -404,12 +405,10 @@ class Inserts:
         if earlier is not None:
             await asyncio.wait([earlier])
         until = self.loop.time() + one.request.wait_seconds
-        arrival = Arrival(part.address, part.header, one.request.ttl_seconds)
+        admitted: asyncio.Future[Item] = self.loop.create_future()
+        arrival = Arrival(part.address, part.header, one.request.ttl_seconds, until, admitted)
         try:
-            item = await self.handoffs.reserve(arrival, until)
-            if item is None:
-                self.waiting.arrived(part.address)  # waiters of this host now queue for it
-                item = await self.handoffs.admitted(arrival, until)
+            item = await self.handoffs.admit(arrival)
             one.admitted()
             pin = await self._copy_and_commit(one, part, item)
             try:

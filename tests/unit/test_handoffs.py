@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import asyncio
 
 NAME = ("f" * 64, "k@r")
+REST = ("f" * 64, "rest@r")
 LEASE_SECONDS = 10.0
 WRITER = 7
 
@@ -36,14 +37,26 @@ class Owner:
 
     def insert(self, nbytes: int = 100, ttl_seconds: float = 300.0) -> int:
         """The generation."""
-        item = self.reserve(arrival_of(nbytes, ttl_seconds), until=0.0)
-        assert item is not None
-        return self.land(item)
+        return self.land(self.admit(self.arrival_of(nbytes, ttl_seconds, until=0.0)).result())
 
-    def reserve(self, arrival: Arrival, until: float) -> Item | None:
-        reserving = self.loop.create_task(self.handoffs.reserve(arrival, until))
+    def arrival_of(
+        self,
+        nbytes: int,
+        ttl_seconds: float = 300.0,
+        name: tuple[str, str] = NAME,
+        until: float = 1000.0,
+    ) -> Arrival:
+        header, admitted = TensorHeader("uint8", (nbytes,), nbytes), self.loop.create_future()
+        return Arrival(name, header, ttl_seconds, until, admitted)
+
+    def admit(self, arrival: Arrival) -> "asyncio.Task[Item]":
+        admitting = self.loop.create_task(self.handoffs.admit(arrival))
         self.loop.run(0.0)
-        return reserving.result()
+        return admitting
+
+    def fill(self) -> None:
+        """With a hand-off of another name: there is no room for one of 100,000 bytes."""
+        self.land(self.admit(self.arrival_of(500_000, name=REST)).result())
 
     def land(self, item: Item) -> int:
         pin = self.arena.commit(item, 1, WRITER)
@@ -57,10 +70,6 @@ class Owner:
     def at_rest(self) -> bool:
         gauges = self.arena.gauges()
         return (gauges.pins, gauges.pinned_bytes, gauges.reserved_bytes) == (0, 0, 0)
-
-
-def arrival_of(nbytes: int, ttl_seconds: float, name: tuple[str, str] = NAME) -> Arrival:
-    return Arrival(name, TensorHeader("uint8", (nbytes,), nbytes), ttl_seconds)
 
 
 class Taker:
@@ -259,18 +268,14 @@ def test_an_item_that_expires_in_a_lease_is_not_taken_again(owner: Owner) -> Non
 
 
 def test_an_offer_keeps_the_queue_until_it_is_withdrawn(owner: Owner) -> None:
-    until = 1000.0
-    rest = owner.reserve(arrival_of(500_000, 300.0, (NAME[0], "rest@r")), until)
-    assert rest is not None
-    owner.land(rest)
-    arrival = arrival_of(100_000, 300.0)
-    assert owner.reserve(arrival, until) is None, "there is no room"
+    owner.fill()
+    arrival = owner.arrival_of(100_000)
+    inserting = owner.admit(arrival)
     offered = owner.arena.published(NAME)
     assert offered is not None
     assert (offered.checksum, owner.is_there()) == (0, False)
-    inserting = owner.loop.create_task(owner.handoffs.admitted(arrival, until))
     owner.loop.run(1.0)
-    assert not inserting.done()
+    assert not inserting.done(), "there is no room"
     taker = Taker(owner).take()
     assert (inserting.done(), taker.told) == (True, []), "whom a taker waits for is admitted"
     assert Taker(owner).take(patient=False).told == [None]
@@ -283,9 +288,8 @@ def test_an_offer_keeps_the_queue_until_it_is_withdrawn(owner: Owner) -> None:
     assert taker.told != []
     assert owner.handoffs.acknowledge(taker.token)
     assert owner.arena.published(NAME) is None
-    arrival = arrival_of(100_000, 300.0)
-    assert owner.reserve(arrival, until) is None
-    inserting = owner.loop.create_task(owner.handoffs.admitted(arrival, until))
+    arrival = owner.arrival_of(100_000)
+    inserting = owner.admit(arrival)
     taker = Taker(owner).take()
     assert taker.told == []
     owner.arena.abandon(inserting.result())  # its client left
@@ -295,14 +299,11 @@ def test_an_offer_keeps_the_queue_until_it_is_withdrawn(owner: Owner) -> None:
 
 def test_an_impatient_taker_makes_room_for_what_is_offered(owner: Owner) -> None:
     """It will come again, and must find it then."""
-    rest = owner.reserve(arrival_of(500_000, 300.0, (NAME[0], "rest@r")), 9.0)
-    assert rest is not None
-    owner.land(rest)
-    arrival = arrival_of(100_000, 300.0)
-    assert owner.reserve(arrival, 9.0) is None
+    owner.fill()
+    arrival = owner.arrival_of(100_000)
+    inserting = owner.admit(arrival)
     assert Taker(owner).take(patient=False).told == [None]
-    assert arrival.admitted is not None
-    owner.land(arrival.admitted.result())
+    owner.land(inserting.result())
     owner.handoffs.landed(arrival)
     assert owner.handoffs.acknowledge(Taker(owner).take(patient=False).token)
 
@@ -311,12 +312,9 @@ def test_an_impatient_taker_makes_room_for_what_is_offered(owner: Owner) -> None
 def test_an_insert_that_is_cancelled_in_the_queue_leaves_its_space(
     owner: Owner, is_admitted: bool
 ) -> None:
-    rest = owner.reserve(arrival_of(500_000, 300.0, (NAME[0], "rest@r")), 9.0)
-    assert rest is not None
-    owner.land(rest)
-    used_bytes, arrival = owner.arena.gauges().handoff_bytes, arrival_of(100_000, 300.0)
-    assert owner.reserve(arrival, 9.0) is None
-    inserting = owner.loop.create_task(owner.handoffs.admitted(arrival, 9.0))
+    owner.fill()
+    used_bytes, arrival = owner.arena.gauges().handoff_bytes, owner.arrival_of(100_000)
+    inserting = owner.admit(arrival)
     owner.loop.run(1.0)
     if is_admitted:
         owner.handoffs.take(NAME, owner)
@@ -332,14 +330,11 @@ def test_an_insert_that_is_cancelled_in_the_queue_leaves_its_space(
 def test_an_insert_that_is_cancelled_in_any_turn_leaves_its_space(
     owner: Owner, steps_per_turn: int, turns: int
 ) -> None:
-    """Also between its offer and its wait for that, while room comes."""
-    rest = (NAME[0], "rest@r")
-    item = owner.reserve(arrival_of(500_000, 300.0, rest), 9.0)
-    assert item is not None
-    owner.land(item)
+    """Also in the turn of its offer, while room comes."""
+    owner.fill()
     owner.handoffs._turns = PacedTurns(owner.loop, steps_per_turn)
-    dropped = owner.loop.create_task(insert(owner, arrival_of(100_000, 300.0)))
-    smaller = owner.loop.create_task(insert(owner, arrival_of(50_000, 300.0, rest)))
+    dropped = owner.loop.create_task(insert(owner, owner.arrival_of(100_000)))
+    smaller = owner.loop.create_task(insert(owner, owner.arrival_of(50_000, name=REST)))
     after_turns(owner, turns, dropped.cancel)
     owner.loop.run(1.0)
     if not dropped.cancelled():
@@ -351,8 +346,7 @@ def test_an_insert_that_is_cancelled_in_any_turn_leaves_its_space(
 
 async def insert(owner: Owner, arrival: Arrival) -> Item:
     try:
-        item = await owner.handoffs.reserve(arrival, 9.0)
-        return item or await owner.handoffs.admitted(arrival, 9.0)
+        return await owner.handoffs.admit(arrival)
     finally:
         owner.handoffs.landed(arrival)
 

@@ -277,9 +277,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
         async def insert() -> None:
             try:
-                item = await self.handoffs.reserve(arrival, until)
-                if item is None:
-                    item = await self.handoffs.admitted(arrival, until)
+                item = await self.handoffs.admit(arrival)
                 self.forget_what_is_over()
                 self.land(entry, item, number)
                 if one in entry.offered:
@@ -293,8 +291,8 @@ class HandoffMachine(RuleBasedStateMachine):
                 self.handoffs.landed(arrival)
 
         header = TensorHeader("uint8", (nbytes,), nbytes)
-        arrival = Arrival(self.address(key), header, ttl)
         until = self.loop.time() + wait
+        arrival = Arrival(self.address(key), header, ttl, until, self.loop.create_future())
         one = Producing(arrival, connection, self.loop.create_task(insert()))
         entry.offered.append(one)
         self.loop.run(0.0)

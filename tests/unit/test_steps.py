@@ -47,9 +47,7 @@ class Node:
         return item
 
     def hand_off(self, name: str) -> Item:
-        arrival = Arrival((NAMESPACE, name), NONE, 300.0)
-        item = self.reserve(arrival, until=0.0)
-        assert item is not None
+        item = self.admit(name, 0, until=0.0).admitted.result()
         self.arena.release([self.arena.commit(item, 0, OTHER).ticket], OTHER)
         return item
 
@@ -62,14 +60,16 @@ class Node:
 
     def wait(self, name: str, nbytes: int) -> Arrival:
         """Insert a hand-off that finds no room."""
-        arrival = Arrival((NAMESPACE, name), TensorHeader("uint8", (nbytes,), nbytes), 300.0)
-        assert self.reserve(arrival, until=100.0) is None
+        arrival = self.admit(name, nbytes, until=1000.0)
+        assert not arrival.admitted.done()
         return arrival
 
-    def reserve(self, arrival: Arrival, until: float) -> Item | None:
-        reserving = self.loop.create_task(self.handoffs.reserve(arrival, until))
+    def admit(self, name: str, nbytes: int, until: float) -> Arrival:
+        header = TensorHeader("uint8", (nbytes,), nbytes) if nbytes else NONE
+        arrival = Arrival((NAMESPACE, name), header, 300.0, until, self.loop.create_future())
+        self.loop.create_task(self.handoffs.admit(arrival))
         self.loop.run(0.0)
-        return reserving.result()
+        return arrival
 
     def take(self, name: str) -> None:
         lease = self.handoffs.take((NAMESPACE, name), TAKER)
@@ -214,7 +214,7 @@ def test_room_that_helps_no_hand_off_that_waits_costs_little(full: Node) -> None
     assert steps_of(lambda: full.loop.run(0.0)) < FEW * MANY / 5
     full.take("1000@r")
     full.loop.run(0.0)
-    admitted = [each.admitted.done() for each in arrivals if each.admitted is not None]
+    admitted = [each.admitted.done() for each in arrivals]
     assert admitted == [True] + [False] * (MANY - 1)
 
 
@@ -225,7 +225,7 @@ def test_hand_offs_that_wait_are_tried_in_many_turns_of_the_loop(full: Node) -> 
     so_far: list[int] = []
 
     def turn() -> None:
-        so_far.append(sum(each.admitted.done() for each in arrivals if each.admitted is not None))
+        so_far.append(sum(each.admitted.done() for each in arrivals))
         if len(so_far) < 100:
             full.loop.call_soon(turn)
 
@@ -238,7 +238,7 @@ def test_hand_offs_that_wait_are_tried_in_many_turns_of_the_loop(full: Node) -> 
     for n in range(10, 20):
         full.take(f"{1000 + n}@r")
     full.loop.run(0.0)
-    assert all(each.admitted.done() for each in arrivals if each.admitted is not None)
+    assert all(each.admitted.done() for each in arrivals)
 
 
 def test_a_take_tries_one_of_the_inserts_that_are_offered_at_its_key(full: Node) -> None:
@@ -262,7 +262,7 @@ def test_a_take_tries_one_of_the_inserts_that_are_offered_at_its_key(full: Node)
     full.handoffs.take((NAMESPACE, "w@s"), TAKER)
     full.loop.run(0.0)
     assert tried == [64], "one comes already"
-    admitted = [each.admitted.done() for each in arrivals if each.admitted is not None]
+    admitted = [each.admitted.done() for each in arrivals]
     assert admitted == [False, True, *[False] * 22]
 
 
@@ -279,7 +279,7 @@ def test_expired_hand_offs_make_room_in_many_turns_of_the_loop(full: Node) -> No
 
     full.loop.call_soon(turn)
     name = "y" * (MANY // 2 * entry_bytes_of((NAMESPACE, "0000@r")))
-    assert full.reserve(Arrival((NAMESPACE, name), NONE, 300.0), until=0.0) is not None
+    full.admit(name, 0, until=0.0).admitted.result()
     assert MANY // 4 < left[-1] < MANY // 2 + EXPIRED_PAGE
     assert all(before - after <= EXPIRED_PAGE for before, after in pairwise(left))
 
