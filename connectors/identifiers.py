@@ -39,8 +39,9 @@ _EMBEDDING_SUFFIXES = ("embeds", "embedding", "embeddings")
 _COUNTED_BY_RENDERER = re.compile(r"(?:^|:)renderer\d+-mm-\d+-")
 _COUNTED_IN_REQUEST = re.compile(r"(?:^|:)([^:]+)-(?:image|video|audio|vision_chunk)-\d+$")
 
-_Adapter = tuple[str, int, str]
-"""Name, vLLM's number and path. An adapter that is loaded again has a new tuple."""
+_Adapter = tuple[str, int, str, bool]
+"""Name, vLLM's number, path, and whether its experts are fused (`is_3d_lora_weight`). An adapter
+that is loaded again has a new tuple."""
 
 
 class NotShareable(Exception):
@@ -147,13 +148,14 @@ class Adapters:
     def digest_of(self, lora_request: Any) -> str:
         """The digest of a request's adapter; empty while it is not known. Never blocks."""
         name: str = lora_request.lora_name
-        adapter = (name, int(lora_request.lora_int_id), str(lora_request.lora_path))
+        path = str(lora_request.lora_path)
+        is_fused = bool(getattr(lora_request, "is_3d_lora_weight", False))
+        adapter = (name, int(lora_request.lora_int_id), path, is_fused)
         with self._lock:
             if getattr(lora_request, "load_inplace", False):
                 self._replaced.add(name)
             if name in self._replaced:
                 return ""
-            path = adapter[2]
             if len(self._paths) < ADAPTERS_MAX and self._paths.setdefault(name, path) != path:
                 self._paths[name] = None
             known = self._digests.get(adapter)
@@ -189,7 +191,10 @@ class Adapters:
                     self._reader = None
                     return
                 adapter = self._unread.popleft()
-            digest = content_digest(Path(adapter[2]))
+            *_, path, is_fused = adapter
+            digest = content_digest(Path(path))
+            if digest and is_fused:
+                digest += "-fused"
             with self._lock:
                 self._digests[adapter] = digest
 

@@ -6,10 +6,10 @@ side: at once, or after hashing the files on a thread. The device is not a part:
 kind of GPU produces outputs for consumers on another. The parts are published in clear text in
 Redis, so `redacted` removes secrets and paths.
 
-Every field of `ModelConfig` and `MultiModalConfig` counts, except those in `IGNORED_MODEL` and
-`IGNORED_MULTIMODAL`. So a field of a later vLLM counts until it is reviewed. A field that counts
-needlessly prevents sharing; a field that is ignored by mistake causes wrong answers. docs/vllm.md
-has a row for each field.
+Every field of `ModelConfig`, `MultiModalConfig` and `LoRAConfig` counts, except those in
+`IGNORED_MODEL`, `IGNORED_MULTIMODAL` and `IGNORED_LORA`. So a field of a later vLLM counts until it
+is reviewed. A field that counts needlessly prevents sharing; a field that is ignored by mistake
+causes wrong answers. docs/vllm.md has a row for each field.
 """
 
 import hashlib
@@ -165,6 +165,16 @@ IGNORED_MULTIMODAL: Final[Mapping[str, Ignored]] = {
     "mm_encoder_fp8_scale_save_margin": Ignored(_SCALES),
 }
 
+IGNORED_LORA: Final[Mapping[str, Ignored]] = {
+    "max_lora_rank": Ignored(_REQUESTS),
+    "max_loras": Ignored(_MEMORY),
+    "max_cpu_loras": Ignored(_MEMORY),
+    "fully_sharded_loras": Ignored("how ranks divide the adapters' work"),
+    "default_mm_loras": Ignored("which adapter a request gets, which is a part of its keys"),
+    "specialize_active_lora": Ignored("which CUDA graphs run the same layers"),
+    "max_lora_cls_labels": Ignored("concerns the last layer"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -309,7 +319,7 @@ def namespace_parts(
         "processor": _processor(model, for_kv=for_kv),
         "processor_files": "" if commit else _processor_files(model),
         "load_format": _load_format(vllm_config),
-        "lora": _lora(vllm_config),
+        "lora": _lora(vllm_config, for_kv=for_kv),
         "extra": settings.namespace_extra,
     }
 
@@ -515,9 +525,14 @@ def _load_format(vllm_config: Any) -> str:
     return canonical({"format": name, "seed": vllm_config.model_config.seed, "extra": extra})
 
 
-def _lora(vllm_config: Any) -> str:
-    """Whether adapters influence the encoder. Which adapter is part of an item's key."""
-    if not reach_encoder(vllm_config):
+def _lora(vllm_config: Any, *, for_kv: bool) -> str:
+    """What is made of an adapter here. Which adapter is part of the keys. Empty with vLLM's
+    defaults: then an engine without adapters shares what no adapter influences."""
+    if not (reach_encoder(vllm_config) or (for_kv and vllm_config.lora_config is not None)):
         return ""
-    dtype = getattr(vllm_config.lora_config, "lora_dtype", "")
-    return canonical({"tower": True, "dtype": str(dtype)})
+    counted = counted_fields(vllm_config.lora_config, IGNORED_LORA, for_kv=for_kv)
+    own_dtype = ("auto", plain(vllm_config.model_config.dtype))
+    if counted.get("lora_dtype") in own_dtype:
+        del counted["lora_dtype"]
+    chosen = {name: sorted(v) if isinstance(v, list) else v for name, v in counted.items() if v}
+    return canonical(chosen) if chosen else ""

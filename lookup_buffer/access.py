@@ -163,7 +163,7 @@ class StoreAccess:
     The files of passwords are read, and the credential provider is asked, at each connect.
     """
 
-    url: str = EMBEDDED
+    url: str = field(default=EMBEDDED, repr=False)
     password: str | None = field(default=None, repr=False)
     sentinel_password: str | None = field(default=None, repr=False)
     timeout_seconds: float = TIMEOUT_SECONDS

@@ -456,7 +456,9 @@ def _parse(address: str, *schemes: str) -> tuple[str, int]:
     # `urlsplit` drops line breaks, and what is dialled is also sent.
     is_plain = address.isascii() and address.isprintable() and " " not in address
     more = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
-    if parts.scheme not in schemes or not host or port is None or more or not is_plain:
+    # `urlsplit` also takes TLS:// for tls://, and `is_tls` does not.
+    scheme = address.partition("://")[0]
+    if scheme not in schemes or not host or port is None or more or not is_plain:
         raise ValueError(f"an address of the form {forms}")
     # Who listens at localhost does so at 127.0.0.1. Who dials it is not to find another one at ::1.
     return "127.0.0.1" if host == "localhost" else host, port

@@ -41,6 +41,9 @@ class ChunkChain:
             raise NotShareable("prompt_embeds")
         if getattr(request, "resumable", False):  # its media are not known yet
             raise NotShareable("session")
+        features = request.mm_features or ()
+        if any(feature.modality == "prompt_embeds" for feature in features):
+            raise NotShareable("prompt_embeds")
         self._tokens = chunk_tokens
         self._media = [
             (
@@ -48,7 +51,7 @@ class ChunkChain:
                 feature.mm_position.length,
                 _name(feature, request, adapters),
             )
-            for feature in request.mm_features or ()
+            for feature in features
         ]
         if lora is not None:
             encoded = self._media and adapters.encode

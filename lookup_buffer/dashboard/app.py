@@ -86,7 +86,7 @@ def _data_pages(node: NodeView, exposition: Exposition, feed: Feed) -> dict[str,
 
     async def stream(request: Request) -> Response:
         try:
-            watcher = feed.watch(await user_of(request.scope))
+            watcher = feed.watch(user_of(request.scope))
             return EventStream(feed.events(watcher), partial(feed.leave, watcher))
         except TooMany as error:
             return line(503, str(error))

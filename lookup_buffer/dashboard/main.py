@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Start:
     socket_path: str
     listener: int
     """The descriptor of the listening socket."""
-    settings: dict[str, Any]
+    settings: dict[str, Any] = field(repr=False)
 
 
 def main() -> None:

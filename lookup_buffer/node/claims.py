@@ -264,7 +264,7 @@ class Claims:
     registrar: Registrar
     counters: Counters
     read_only: bool = False  # then no claim is taken: see `messages.CHANGES`
-    _secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    _secret: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False)
     _sessions: defaultdict[Session, _Turns] = field(default_factory=lambda: defaultdict(_Turns))
 
     async def claim(self, session: Session, request: Claim) -> Fields:

@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -132,10 +133,11 @@ def call_from_thread(
         loop.call_soon_threadsafe(function, *arguments)
 
 
-class Credentials(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Credentials:
     """What this node proves itself with to other nodes, and what it demands of them."""
 
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     tls: Tls | None = None
     """Then it speaks with nodes at tls:// addresses only, otherwise with none of those."""
 
@@ -181,7 +183,7 @@ async def dial(
         ValueError: the endpoint is no address.
     """
     host, port = parse_address(endpoint)
-    token, tls = credentials
+    token, tls = credentials.token, credentials.tls
     if is_tls(endpoint) != (tls is not None):
         raise TlsRefused(_other_scheme(endpoint))
     boot = "" if role == TENSORS else location.boot

@@ -2,19 +2,22 @@
 
 A page of an area that nobody has written is a hole: to read it would allocate memory, which counts
 as the node's. So an insert may only name bytes before the first hole. No hole can appear later: the
-seals of an area forbid that, and to change its size. Areas without an insert stay mapped up to
+seals of an area forbid that, and to change its size. `lseek(SEEK_HOLE)` is not used: it waits for
+locks of the open file and of its inode. A client can hold them for as long as it likes, and no
+signal ends a process that waits so. Areas without an insert stay mapped up to
 IDLE_SHARE of the arena; then the least recently used one is unmapped until its next insert.
 
 Used on the loop's thread, except `StagingArea.find_hole`.
 """
 
 import os
+import stat
 from collections.abc import Callable
 from typing import Final
 
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.node.connection import Connection
-from lookup_buffer.shm.memory import Mapping, adopt
+from lookup_buffer.shm.memory import Mapping, adopt, present_bytes
 
 IDLE_SHARE: Final = 2
 """Idle areas that are mapped have together at most the arena's bytes divided by this."""
@@ -22,6 +25,9 @@ ARENAS_MAX: Final = 2
 """An area has at most the bytes of so many arenas."""
 SEARCH_INLINE_BYTES: Final = 4 << 20
 """Up to so many bytes are searched for a hole on the loop's thread: 0.1 ms measured."""
+_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
+"""Who may write a memfd, as it is made. `present_bytes` needs that, unless it is the node's user's:
+root is its client then."""
 
 
 class StagingArea:
@@ -46,7 +52,8 @@ class StagingArea:
     def is_searched(self, end: int) -> bool:
         """Whether it is known if all bytes before `end` are there; a small area is searched for
         that."""
-        if end > self.filled_bytes and self.nbytes - self.filled_bytes <= SEARCH_INLINE_BYTES:
+        is_small = self.nbytes - self.filled_bytes <= SEARCH_INLINE_BYTES
+        if end > self.filled_bytes and is_small and self.mapping is not None:
             self.find_hole()
             return True
         return end <= self.filled_bytes
@@ -59,8 +66,27 @@ class StagingArea:
     def find_hole(self) -> None:
         """Set `filled_bytes`: to the end of the area, if need be. Any thread, while it has users.
         It is not worth while for a connection that has ended."""
-        if self.is_current and self.filled_bytes < self.nbytes:
-            self.filled_bytes = os.lseek(self._fd, self.filled_bytes, os.SEEK_HOLE)
+        while self.is_current and self.filled_bytes < self.nbytes:
+            present = self._present_bytes() or self._read_back()
+            if not present:
+                return
+            self.filled_bytes += present
+
+    def _present_bytes(self) -> int:
+        """From `filled_bytes` on, of the next SEARCH_INLINE_BYTES."""
+        status = os.fstat(self._fd)
+        is_seen = os.geteuid() in (0, status.st_uid) or status.st_mode & _OTHERS == _OTHERS
+        if self.mapping is None or not is_seen:
+            return 0
+        start = self.filled_bytes
+        nbytes = min(self.nbytes - start, SEARCH_INLINE_BYTES)
+        return present_bytes(self.mapping.address + start, nbytes)
+
+    def _read_back(self) -> int:
+        """As `_present_bytes`, after a read: so a page that was swapped out is there again, and a
+        hole stays one."""
+        os.pread(self._fd, 1, self.filled_bytes)
+        return self._present_bytes()
 
     def map(self) -> None:
         """Raises ProtocolError: the system refuses it."""

@@ -41,6 +41,7 @@ _POPULATE_WRITE: Final = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 class Mapping:
@@ -160,6 +161,20 @@ def _file_system(fd: int) -> int:
     if _libc.fstatfs(fd, found):
         return 0
     return int(found[0])
+
+
+def present_bytes(address: int, nbytes: int) -> int:
+    """How many of these bytes, from `address` on, which begins a page, come before the first page
+    that is not in memory: it was swapped out, or never written. 0 if the kernel does not say.
+
+    Takes no lock that another process can hold. Of memory that belongs to another user, who lets
+    nobody else write it, the kernel says that all is there (`mincore(2)`).
+    """
+    pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    if _libc.mincore(address, nbytes, pages):
+        return 0
+    absent = bytes(pages).find(0)
+    return nbytes if absent < 0 else absent * mmap.PAGESIZE
 
 
 def copy_bytes(target_address: int, source_address: int, nbytes: int) -> None:

@@ -136,7 +136,7 @@ def test_a_name_of_several_adapters_is_known(tmp_path: Path) -> None:
 
 def test_the_number_of_adapters_is_bounded(tmp_path: Path) -> None:
     adapters, folder = Adapters(), adapter(tmp_path / "a", weights=b"w")
-    adapters._digests = {("n", number, "p"): "" for number in range(ADAPTERS_MAX)}
+    adapters._digests = {("n", number, "p", False): "" for number in range(ADAPTERS_MAX)}
     before = threading.active_count()
     assert adapters.digest_of(loaded(folder)) == ""
     assert threading.active_count() == before

@@ -79,7 +79,10 @@ def change(path: str, value: Any) -> Callable[[Any], None]:
     return apply
 
 
-LORA = SimpleNamespace(enable_tower_connector_lora=True, lora_dtype="auto")
+def lora(**options: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"enable_tower_connector_lora": True, "lora_dtype": "auto"} | options)
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "model": change("model_config.model", "org/other"),
     "revision": change("model_config.revision", "v2"),
@@ -95,7 +98,11 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "media": change("model_config.multimodal_config.media_io_kwargs", {"video": {"fps": 1}}),
     "pruning": change("model_config.multimodal_config.video_pruning_rate", 0.5),
     "load": change("load_config.load_format", "dummy"),
-    "lora": change("lora_config", LORA),
+    "lora": change("lora_config", lora()),
+    "modules of lora": change("lora_config", lora(target_modules=["qkv"])),
+    "other modules of lora": change("lora_config", lora(target_modules=["qkv", "proj"])),
+    "dtype of lora": change("lora_config", lora(lora_dtype="float32")),
+    "experts of lora": change("lora_config", lora(enable_moe_shared_loras=True)),
 }
 
 
@@ -105,6 +112,35 @@ def test_each_part_changes_the_fingerprint(name: str) -> None:
     assert fingerprint(one) == fingerprint(other)
     CHANGES[name](other)
     assert fingerprint(one) != fingerprint(other)
+
+
+def lora_part(*, for_kv: bool, **options: Any) -> str:
+    config = vllm_config()
+    config.lora_config = lora(**options)
+    return namespace_parts(config, SETTINGS, for_kv=for_kv)["lora"]
+
+
+@pytest.mark.parametrize("for_kv", [False, True])
+def test_what_is_made_of_an_adapter_counts_where_it_has_an_effect(*, for_kv: bool) -> None:
+    """With other target modules the same adapter computes other KV."""
+    for options in (
+        {"target_modules": ["o_proj"]},
+        {"target_modules": ["o_proj", "qkv_proj"]},
+        {"enable_mixed_moe_lora_format": True},
+    ):
+        part = lora_part(for_kv=for_kv, enable_tower_connector_lora=False, **options)
+        assert bool(part) == for_kv
+    assert lora_part(for_kv=for_kv, target_modules=["a", "b"], max_loras=1) == lora_part(
+        for_kv=for_kv, target_modules=["b", "a"], max_loras=9
+    )
+
+
+@pytest.mark.parametrize("for_kv", [False, True])
+def test_adapters_with_the_defaults_of_vllm_leave_the_namespace_as_it_is(*, for_kv: bool) -> None:
+    """So an engine without adapters shares what none influences."""
+    for dtype in ("auto", "torch.bfloat16"):
+        options: dict[str, Any] = {"lora_dtype": dtype, "max_loras": 4, "target_modules": None}
+        assert lora_part(for_kv=for_kv, enable_tower_connector_lora=False, **options) == ""
 
 
 def test_a_setting_of_ours_changes_the_fingerprint() -> None:

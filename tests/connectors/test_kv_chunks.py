@@ -71,11 +71,13 @@ def test_a_salt_separates_prompts() -> None:
 def test_adapters_count_by_their_content(tmp_path: Path) -> None:
     adapters = Adapters()
 
-    def of(name: str, content: bytes) -> list[str]:
+    def of(name: str, content: bytes, **options: Any) -> list[str]:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         (folder / "adapter_model.safetensors").write_bytes(content)
-        lora = SimpleNamespace(lora_name=name, lora_int_id=len(name), lora_path=str(folder))
+        lora = SimpleNamespace(
+            lora_name=name, lora_int_id=len(name), lora_path=str(folder), **options
+        )
         with pytest.raises(NotShareable, match="lora"):
             chain(adapters=adapters, lora_request=lora)
         wait_until(lambda: adapters.digest_of(lora), 10.0, "its files are read")
@@ -85,6 +87,8 @@ def test_adapters_count_by_their_content(tmp_path: Path) -> None:
     assert one == same
     assert not {*one} & {*other}
     assert not {*one} & {*names()}
+    fused = of("dddd", b"weights", is_3d_lora_weight=True)
+    assert not {*one} & {*fused}, "vLLM reads its files in another way"
 
 
 def test_media_under_a_name_of_two_adapters_are_not_shared(tmp_path: Path) -> None:
@@ -106,6 +110,8 @@ def test_media_under_a_name_of_two_adapters_are_not_shared(tmp_path: Path) -> No
 def test_chunks_without_a_fleet_wide_name_are_not_shared() -> None:
     with pytest.raises(NotShareable, match="prompt_embeds"):
         chain(prompt_embeds=object())
+    with pytest.raises(NotShareable, match="prompt_embeds"):
+        chain(Feature("abc", Position(0, 4), modality="prompt_embeds"))
     with pytest.raises(NotShareable, match="session"):
         chain(resumable=True)
     with pytest.raises(NotShareable, match="identifier_counted"):

@@ -9,7 +9,13 @@ import pytest
 from connectors.ec.stats import FAMILIES as EC_FAMILIES
 from connectors.kv.engine import KvSettings, kv_identity
 from connectors.kv.stats import FAMILIES as KV_FAMILIES
-from connectors.namespace import IGNORED_MODEL, IGNORED_MULTIMODAL, Ignored, namespace_parts
+from connectors.namespace import (
+    IGNORED_LORA,
+    IGNORED_MODEL,
+    IGNORED_MULTIMODAL,
+    Ignored,
+    namespace_parts,
+)
 from connectors.settings import ConnectorSettings, SharedSettings, parse_settings
 from lookup_buffer.config import SECRETS
 from lookup_buffer.environment import parse_bytes
@@ -24,7 +30,7 @@ ROWS = {
     for line in SECTION.splitlines()
     if len(cells := [cell.strip() for cell in line.strip("|").split(" | ")]) == 4
 }
-FIELDS = [*IGNORED_MODEL.items(), *IGNORED_MULTIMODAL.items()]
+FIELDS = [*IGNORED_MODEL.items(), *IGNORED_MULTIMODAL.items(), *IGNORED_LORA.items()]
 
 
 def rows_of(title: str) -> set[str]:
@@ -101,10 +107,11 @@ def test_each_field_that_does_not_count_has_a_row(name: str, ignored: Ignored) -
 @pytest.mark.vllm
 def test_each_field_of_this_vllm_has_a_row() -> None:
     """Also those that count."""
-    from vllm.config import ModelConfig, MultiModalConfig
+    from vllm.config import LoRAConfig, ModelConfig, MultiModalConfig
 
     kinds: list[tuple[Any, Any]] = [
-        (ModelConfig, IGNORED_MODEL), (MultiModalConfig, IGNORED_MULTIMODAL)
+        (ModelConfig, IGNORED_MODEL), (MultiModalConfig, IGNORED_MULTIMODAL),
+        (LoRAConfig, IGNORED_LORA),
     ]  # fmt: skip
     for kind, ignored in kinds:
         names = {field.name for field in dataclasses.fields(kind)}

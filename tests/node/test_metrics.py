@@ -1,5 +1,6 @@
 """`/metrics` and `/healthz` of real nodes: each event is counted."""
 
+import itertools
 import re
 import threading
 from pathlib import Path
@@ -12,7 +13,8 @@ from lookup_buffer.errors import BufferFull, MissingTensor
 from lookup_buffer.node.counters import COUNTERS
 from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_until
 from observing import families, get, number, samples
-from servers import StartServer, free_port
+from servers import StartServer, command, free_port
+from store import layout
 
 ROOT = Path(__file__).resolve().parents[2]
 Pair = tuple[NodeProcess, NodeProcess]
@@ -168,12 +170,28 @@ def test_a_node_without_its_store_reports_it(
 
 
 def test_a_node_that_has_not_joined_reports_it(start_node: StartNode) -> None:
-    """One that was killed has left its beat, which the next one under its id watches first."""
+    """A beat of another boot under its id is watched first: here another one each time, so
+    that it watches until its page was asked."""
     node = start_node(http_listen=f"http://127.0.0.1:{free_port()}")
     wait_until(lambda: get(node, "/healthz")[0] == 200, 10.0, "the node joins")
     node.kill()
-    node.start()
-    wait_until(lambda: "not joined its fleet" in get(node, "/healthz")[2], 10.0)
+    over = threading.Event()
+
+    def beat_by_ever_new_boots() -> None:
+        for turn in itertools.count():
+            beat = f"boot{turn}:1"
+            command(node.config.store_url, "HSET", layout.NODES, node.node_id, beat)
+            if over.wait(0.1):
+                return
+
+    beating = threading.Thread(target=beat_by_ever_new_boots)
+    beating.start()
+    try:
+        node.start()
+        wait_until(lambda: "not joined its fleet" in get(node, "/healthz")[2], 10.0)
+    finally:
+        over.set()
+        beating.join()
     assert get(node, "/metrics")[0] == 200
     wait_until(lambda: get(node, "/healthz")[0] == 200, 20.0, "it takes its place")
 

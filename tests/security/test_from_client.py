@@ -29,6 +29,7 @@ from patience import scaled
 from raw_clients import Raw, raw
 from servers import patient
 from store import COUNTER_MAX
+from userfault import unending_read
 
 NAMESPACE = Namespace.named("tests").fingerprint
 LINGER_SECONDS = 600
@@ -289,6 +290,20 @@ def test_holes_are_not_read(node: NodeProcess, nbytes: int, filled_bytes: int) -
         assert client.ended()
         assert allocated_bytes(descriptor) == before
     os.close(descriptor)
+
+
+def test_a_client_that_holds_the_locks_of_its_area_stops_nobody(node: NodeProcess) -> None:
+    """Those of the open file: the node's loop waited for them, and no signal ended it."""
+    area = memfd(MIB, filled_bytes=MIB)
+    descriptor = os.open(f"/proc/self/fd/{area}", os.O_RDONLY)  # with a position that has a lock
+    with raw(node) as client:
+        client.ask(messages.Stage(1), [descriptor])
+        with unending_read(descriptor):
+            stored = client.ask(insert(100))
+            assert stored["results"][0]["outcome"] == "stored"
+            assert node.stats()
+    os.close(descriptor)
+    os.close(area)
 
 
 def test_sparse_areas_of_many_connections_cost_nothing(node: NodeProcess) -> None:

@@ -37,12 +37,13 @@ from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_unt
 from patience import scaled
 from peer_servers import NAMESPACE, TOKEN, WITH_TOKEN, Bench, answered, on_a_loop
 from proxies import Relay
-from servers import StartServer, command
+from servers import StartServer, command, user_rule
 from store import (
     COUNTER_MAX,
     LOCATIONS_MAX,
     NODES_MAX,
     BrowsableStore,
+    EmbeddedServer,
     layout,
     open_async_store,
     open_store,
@@ -514,3 +515,29 @@ def test_namespaces_without_number_leave_the_page_as_it_is(start_server: StartSe
     names = [name for one in asyncio.run(sampled()) for address in one.hits for name in address]
     assert sum(map(len, names)) <= 3 * HOTTEST_CHARACTERS_MAX
     assert sum(map(len, {id(name): name for name in names}.values())) < 2 * HOTTEST_CHARACTERS_MAX
+
+
+# -- a server that others use, too
+
+
+OTHERS: list[tuple[str, ...]] = [
+    ("GET", "other"), ("SET", "other", "x"), ("EVAL", "return 1", "1", "other"),
+    ("FUNCTION", "LOAD", "REPLACE", "#!lua name=a"), ("FUNCTION", "DELETE", "a"),
+    ("FUNCTION", "FLUSH"), ("FUNCTION", "RESTORE", "x"), ("FCALL", "f", "0"), ("SCRIPT", "FLUSH"),
+    ("SCRIPT", "KILL"), ("FLUSHALL",), ("SWAPDB", "0", "1"), ("CONFIG", "SET", "maxmemory", "1"),
+    ("ACL", "LIST"), ("PUBLISH", "other", "x"), ("SUBSCRIBE", "other"), ("MONITOR",),
+]  # fmt: skip
+
+
+def test_the_documented_user_can_change_nothing_of_others(valkey_server: EmbeddedServer) -> None:
+    """It could replace functions of others, which run with the rights of who calls them."""
+    url, user = valkey_server.url, "documented"
+    assert command(url, "ACL", "SETUSER", user, *user_rule("a-password")) == b"+OK"
+    try:
+        for allowed in (("GET", "lb:x"), ("EVAL", "return 1", "1", "lb:x")):
+            assert command(url, "ACL", "DRYRUN", user, *allowed) == b"+OK"
+        for refused in OTHERS:
+            answer = command(url, "ACL", "DRYRUN", user, *refused)
+            assert b"permission" in bytes(answer), (refused, answer)
+    finally:
+        command(url, "ACL", "DELUSER", user)

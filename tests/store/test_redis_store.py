@@ -237,7 +237,13 @@ def test_a_claim_is_granted_beside_an_invalid_record(
     assert (answer.granted, answer.record) == (True, None)
 
 
-@pytest.mark.parametrize("value", ["no beat", f"{BOOT}:", ":3", f"{BOOT}:-1", "b:" + "9" * 20])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "no beat", f"{BOOT}:", ":3", f"{BOOT}:-1", "b:" + "9" * 20,
+        "b" * 25 + ":1", "b" * 60 + ":1",
+    ],
+)  # fmt: skip
 def test_an_unreadable_beat_occupies_no_id(
     store: BlockingStore, valkey_server: EmbeddedServer, value: str
 ) -> None:

@@ -9,8 +9,10 @@ from pydantic import ValidationError
 
 from lookup_buffer.access import StoreAccess
 from lookup_buffer.config import TLS_FILES, BufferConfig, memory_bytes
+from lookup_buffer.dashboard.main import Start
 from lookup_buffer.environment import parse_bytes
 from lookup_buffer.errors import ConfigError
+from lookup_buffer.node.links import Credentials
 
 SECRET = "hunter2-hunter2-hunter2"
 
@@ -160,6 +162,21 @@ def test_secrets_are_never_shown() -> None:
     config = BufferConfig(store_url=f"redis://:{SECRET}@host/0")
     assert SECRET not in f"{config!r} {config} {config.expectations()}"
     assert "redis://***@host/0" in repr(config)
+
+
+def test_what_is_made_of_secrets_does_not_show_them() -> None:
+    access = StoreAccess(f"redis://:{SECRET}@host/0", SECRET, SECRET)
+    start = Start("node", 1, "/socket", 3, {"http_token": SECRET})
+    for one in (Credentials(SECRET), access, start):
+        assert SECRET not in f"{one!r} {one}"
+
+
+@pytest.mark.parametrize("name", ["listen", "advertise"])
+def test_a_scheme_in_capitals_is_not_taken_for_one_without_tls(name: str) -> None:
+    given = {"listen": "tcp://0.0.0.0:7731", "advertise": "tcp://host:7731", "token": SECRET}
+    BufferConfig.of(given)
+    with pytest.raises(ConfigError, match=name):
+        BufferConfig.of({**given, name: given[name].replace("tcp", "TLS")})
 
 
 def test_it_does_not_change() -> None:
