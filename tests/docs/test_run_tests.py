@@ -16,6 +16,7 @@ import pytest
 from groups import FOLDERS
 from nodes import ROOT
 from patience import ENVIRONMENT, SLOWNESS_MAX, scaled, slowness
+from scripts import run_tests
 from scripts.run_tests import (
     IMPORT_VLLM,
     ONLY_PROCESSES,
@@ -48,6 +49,26 @@ def test_the_folders_that_the_first_stage_ignores_have_only_tests_with_processes
 
 def test_an_idle_machine_has_the_usual_limits() -> None:
     assert limits_of(1.0, WHOLE_SECONDS) == usual()
+
+
+def test_with_time_enough_each_stage_has_its_factor() -> None:
+    assert limits_of(3.0, 400 * 60.0) == [3.0 * seconds for seconds in usual()]
+
+
+def test_another_limit_of_the_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limits: list[float] = []
+
+    def record(_: Stage, seconds: float) -> str:
+        limits.append(seconds)
+        return ""
+
+    monkeypatch.setattr(run_tests, "run", record)
+    monkeypatch.setattr(run_tests, "TIMES", tmp_path / "times.json")
+    for name, value in {"TEST_MINUTES": "400", ENVIRONMENT: "3.0", "TEST_TIMES": ""}.items():
+        monkeypatch.setenv(name, value)  # restored, whatever `main` sets
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    assert main(["test"], commit="0") == 0
+    assert limits == pytest.approx([3.0 * seconds for seconds in usual()], rel=0.01)
 
 
 @pytest.mark.parametrize("slowness", [1.5, 2.7, SLOWNESS_MAX])
