@@ -37,11 +37,12 @@ def watched(start_node: StartNode, **settings: str) -> NodeProcess:
 class Talker:
     """Instead of `FleetSampler`: what it says is of a known size."""
 
+    made = 0
     samples = 0
     long = ""
 
     def __init__(self, *_: object) -> None:
-        pass
+        Talker.made += 1
 
     def close(self) -> None:
         pass
@@ -60,6 +61,7 @@ def talking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Listener]
         def start(interval: float = 0.02, length: int = 0) -> Listener:
             monkeypatch.setattr(feed, "INTERVAL_SECONDS", interval)
             monkeypatch.setattr(feed, "FleetSampler", Talker)
+            monkeypatch.setattr(Talker, "made", 0)
             monkeypatch.setattr(Talker, "samples", 0)
             monkeypatch.setattr(Talker, "long", "x" * length)
             return stack.enter_context(serving_feed(Feed("talker", InMemoryStore)))
@@ -183,6 +185,14 @@ def test_pages_are_bounded(talking: Callable[..., Listener]) -> None:
                 return stream.status == 200
 
         wait_until(is_taken, 20.0, "a place is free")
+
+
+def test_a_sample_is_for_all_pages(talking: Callable[..., Listener]) -> None:
+    server = talking()
+    with ExitStack() as stack:
+        for page in [stack.enter_context(Stream(server)) for _ in range(8)]:
+            page.event("now")
+    assert Talker.made == 1
 
 
 def test_pages_that_are_opened_at_once_are_bounded(talking: Callable[..., Listener]) -> None:
