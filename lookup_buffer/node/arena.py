@@ -36,7 +36,7 @@ from lookup_buffer.node.shares import Shares
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.shm.allocator import Allocator
 from lookup_buffer.shm.index import LocalIndex
-from lookup_buffer.shm.memory import Mapping, SealedMemory, copy_bytes
+from lookup_buffer.shm.memory import SealedMemory, read_into
 from lookup_buffer.times import Clock
 from store import INVALIDATIONS_MAX, GoneReason
 
@@ -446,17 +446,18 @@ class Arena:
 
     # -- bytes
 
-    def fill(self, item: Item, source: Mapping | None, offset: int) -> int:
-        """Copy a reservation's bytes from `offset` in `source`; returns their checksum. Any thread.
+    def fill(self, item: Item, source: int, offset: int) -> int:
+        """Copy a reservation's bytes from `offset` in the memfd `source`; returns their checksum.
+        Any thread.
 
         An item of 0 bytes needs no source, and has a checksum, too.
 
         The checksum is of the copy: whatever a client does to its staging area meanwhile, readers
         get the bytes that were checked.
         """
-        if source is not None:
-            copy_bytes(self.memory.address + item.offset, source.address + offset, item.nbytes)
-        return xxh3_64_intdigest(self.bytes_of(item))
+        target = self.bytes_of(item)
+        read_into(target, source, offset)
+        return xxh3_64_intdigest(target)
 
     def bytes_of(self, item: Item) -> memoryview:
         """The item's bytes. The caller has reserved or pinned it. Any thread."""

@@ -16,10 +16,9 @@ import threading
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
@@ -33,19 +32,18 @@ from lookup_buffer.node.handoffs import Arrival, Handoffs
 from lookup_buffer.node.items import Item, Pin
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.read import Reads
-from lookup_buffer.node.shares import REQUEST_BYTES, size_of
-from lookup_buffer.node.staging import StagingArea, StagingAreas
+from lookup_buffer.node.shares import size_of
 from lookup_buffer.node.turns import Steps, Turns
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_fields
-from lookup_buffer.shm.memory import Mapping
+from lookup_buffer.shm.memory import check_memfd
 from lookup_buffer.times import TURN_SECONDS
 
 COPY_INLINE_BYTES = 512 << 10
 """Up to this size the copy on the loop's thread (15 to 100 µs measured) costs less than a change
 of threads (about 100 µs), and delays the loop no longer than other requests do."""
 COPIERS = 2
-"""Threads that copy. They search for holes and unmap, too."""
+"""Threads that copy."""
 STEP_SECONDS = TURN_SECONDS / 10
 """One insert begins with its parts for so long, or with one of them, before others have their
 step."""
@@ -54,19 +52,20 @@ LOOK_AGAIN_SECONDS = 0.02
 WRITING_SECONDS_MAX = 5.0
 """An insert waits so long for another one, or for a fetch, that writes the same key."""
 BUSY = "this key is being written, or room is being made for it; insert it again"
-UNMAPPING_MAX = 256
-"""So many staging areas may wait to be unmapped: each has pages and a descriptor."""
-BUSY_UNMAPPING = "many staging areas are still to be unmapped; insert it again"
+STAGING_ARENAS_MAX = 2
+"""A staging area has at most the bytes of so many arenas."""
 FAILED = error_fields(BufferFull("the node could not store it, as its log says; insert it again"))
 """The result of a part for which there is no other."""
 PART_BYTES = 1 << 10
 """About what one part of a request occupies, beside the text of its key: also once it has its
 result, while others of the request wait."""
 
-TABLED_BYTES = 512 * REQUEST_BYTES
-"""The page tables of so many bytes of a staging area occupy as much as a request that waits."""
 
-T = TypeVar("T")
+class StagingArea(NamedTuple):
+    """Memory of one client, which it writes. It is for the inserts of one connection."""
+
+    fd: int
+    nbytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -114,8 +113,6 @@ class _Inserting:
 
     def __post_init__(self) -> None:
         self.size = size_of(self.request.keys, PART_BYTES) - 1
-        if self.staging is not None:
-            self.size += self.staging.nbytes // TABLED_BYTES
         self.untried = deque(self.parts)
 
     def admitted(self) -> None:
@@ -135,14 +132,10 @@ class Inserts:
     claims: Claims
     announcements: Announcements
     reads: Reads
-    stagings: StagingAreas = field(init=False)
     closer: Closer = field(default_factory=Closer)
     left: int = 0
     """Requests in progress whose connection has ended."""
-    _searching: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 1))
-    """One search for a hole at a time: a thread is left for copies."""
-    _unmapping: int = 0
-    """Areas that wait for `lb-copy` to be unmapped."""
+    _stagings: dict[Connection, StagingArea] = field(default_factory=dict)
     _inserting: dict[Connection, _Inserting] = field(default_factory=dict)
     """One request at a time for each connection."""
     _turns: Turns = field(init=False)
@@ -151,7 +144,6 @@ class Inserts:
     def __post_init__(self) -> None:
         self._turns = Turns(self.loop)
         self.handoffs.on_offer = self.waiting.arrived
-        self.stagings = StagingAreas(self.arena.memory.nbytes, self._close_area)
 
     def insert(self, connection: Connection, session: Session, request: Insert) -> None:
         """Store tensors of the connection's staging area, or answer `exists`.
@@ -161,30 +153,21 @@ class Inserts:
         """
         if connection in self._inserting:
             raise ProtocolError("an insert is already in flight on this connection")
-        staging = self.stagings.of(connection)
+        staging = self._stagings.get(connection)
         parts = _parts(request, 0 if staging is None else staging.nbytes)
-        end = max((part.end for part in parts if part.header.nbytes), default=0)
-        if not end:
-            staging = None
-        is_searched = staging is None or staging.is_searched(end)
-        if staging is not None and is_searched:
-            staging.check_filled(end)
         one = _Inserting(connection, session, request, staging, parts)
         try:
-            self._check_memory(one)
+            if one.size:
+                session.waits.check(session.id, one.size)
         except BufferFull as error:
             for part in parts:
                 self._refuse(part, error)
             self._send_results(one)
             return
-        if staging is not None:
-            self.stagings.use(staging)
         session.waits.add(session.id, one.size)
         self._inserting[connection] = one
-        if staging is None or is_searched:
-            self._begin(one)
-        else:
-            self._start(one, self._search_and_begin(one, staging, end), waits=False)
+        one.is_beginning = True
+        self._turns.work(Steps(partial(self._step, one)))  # at once if no other insert waits
 
     def stage(self, connection: Connection) -> Fields:
         """Use the area whose descriptor the client has sent for its next inserts.
@@ -192,61 +175,37 @@ class Inserts:
         Raises:
             ProtocolError: it sent none, or one of no such area; or an insert of the connection is
                 not answered, which would lose its bytes.
-            BufferFull: many areas are still to be unmapped.
         """
         if connection in self._inserting:
             raise ProtocolError("the staging area cannot change while an insert is in flight")
         descriptor = connection.take_descriptor()
         try:
-            self._check_unmapping()
-            self.stagings.open(connection, descriptor)
-        except LookupBufferError:
+            nbytes = check_memfd(
+                descriptor, most_bytes=STAGING_ARENAS_MAX * self.arena.memory.nbytes
+            )
+        except ProtocolError:
             connection.discard([descriptor])
             raise
+        self._close_staging(connection)
+        self._stagings[connection] = StagingArea(descriptor, nbytes)
         return {}
 
     def unstage(self, connection: Connection) -> None:
-        """The connection has ended: unmap its staging area; if an insert uses it, after that. What
+        """The connection has ended: close its staging area; if an insert uses it, after that. What
         waits to be admitted is dropped."""
         inserting = self._inserting.get(connection)
-        if inserting is not None:
-            inserting.is_left = True
-            self.left += 1
-            inserting.waiting.cancel()
-            inserting.untried.clear()
-        self.stagings.close(connection)
+        if inserting is None:
+            self._close_staging(connection)
+            return
+        inserting.is_left = True
+        self.left += 1
+        inserting.waiting.cancel()
+        inserting.untried.clear()
 
     def close(self) -> None:
         self._copiers.shutdown(wait=True, cancel_futures=True)
 
     # -- one request
-
-    def _check_memory(self, one: _Inserting) -> None:
-        """Raises BufferFull: clients' requests occupy as much memory as they may, or many areas are
-        still to be unmapped."""
-        if one.size:
-            one.session.waits.check(one.session.id, one.size)
-        if one.staging is not None and one.staging.mapping is None:
-            self._check_unmapping()
-
-    def _check_unmapping(self) -> None:
-        if self._unmapping >= UNMAPPING_MAX:
-            raise BufferFull(BUSY_UNMAPPING)
-
-    async def _search_and_begin(self, one: _Inserting, staging: StagingArea, end: int) -> None:
-        async with self._searching:
-            await asyncio.shield(self.loop.run_in_executor(self._copiers, staging.find_hole))
-        try:
-            staging.check_filled(end)
-        except ProtocolError as error:
-            one.connection.end(error)
-        if staging.is_current:
-            self._begin(one)
-
-    def _begin(self, one: _Inserting) -> None:
-        """Begin with its parts: at once if no other insert waits for its step."""
-        one.is_beginning = True
-        self._turns.work(Steps(partial(self._step, one)))
 
     def _step(self, one: _Inserting) -> bool:
         """Begin with its next parts, for about STEP_SECONDS. Returns whether there are more."""
@@ -313,10 +272,10 @@ class Inserts:
         if one.tasks or one.is_beginning:
             return
         del self._inserting[one.connection]
-        self.left -= one.is_left
         one.session.waits.add(one.session.id, -one.size)
-        if one.staging is not None:
-            self.stagings.release(one.staging)
+        if one.is_left:
+            self.left -= 1
+            self._close_staging(one.connection)
         self._send_results(one)
 
     def _send_results(self, one: _Inserting) -> None:
@@ -447,22 +406,14 @@ class Inserts:
             raise
 
     def _fill(self, one: _Inserting, reserved: Sequence[Reserved]) -> list[int]:
-        source = None if one.staging is None else one.staging.mapping
+        source = -1 if one.staging is None else one.staging.fd
         return [self.arena.fill(item, source, part.offset) for part, item in reserved]
 
-    def _close_area(self, area: Mapping | int) -> None:
-        """A mapping on `lb-copy`, a descriptor on `lb-close`: the pages may be many, and this the
-        last to have them."""
-        if isinstance(area, int):
-            self.closer.close([area])
-            return
-        with suppress(RuntimeError):  # this is closed: the process ends
-            unmapping = self.loop.run_in_executor(self._copiers, area.close)
-            self._unmapping += 1
-            unmapping.add_done_callback(self._unmapped)
-
-    def _unmapped(self, _: "asyncio.Future[None]") -> None:
-        self._unmapping -= 1
+    def _close_staging(self, connection: Connection) -> None:
+        """On a thread: it may be the last to have the pages, and to free 1 GiB takes 0.25 s."""
+        staging = self._stagings.pop(connection, None)
+        if staging is not None:
+            self.closer.close([staging.fd])
 
     def _abandon(self, reserved: Sequence[Reserved]) -> None:
         """Release the memory of those that are not committed."""

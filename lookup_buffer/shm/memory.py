@@ -4,7 +4,7 @@ All are memfds, passed over the unix socket by descriptor, so no file in /dev/sh
 the name of another. Once the node has mapped the arena, it is sealed against shrinking, growing
 *and future writable mappings*. Only the node can write it: no client can change or truncate bytes
 that an engine relies on, whatever it does with the descriptor. A client passes bytes through its
-own staging area, which `node.staging` maps read-only after a check of its seals.
+own staging area, which the node reads by `read_into`.
 
 The module also calls madvise and gives the addresses of buffers. Its madvise runs without the GIL,
 which mmap.madvise holds for the whole call; an advice that the kernel does not know has no effect.
@@ -41,7 +41,6 @@ _POPULATE_WRITE: Final = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 class Mapping:
@@ -138,7 +137,7 @@ def check_memfd(fd: int, *, most_bytes: int) -> int:
     Raises:
         ProtocolError: it is something else; lacks a seal, without which its owner could truncate
             it, and an access would end this process by SIGBUS; is empty, or has more than
-            `most_bytes`; or is of huge pages, in which holes cannot be found.
+            `most_bytes`; or is of huge pages.
     """
     try:
         is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
@@ -163,18 +162,22 @@ def _file_system(fd: int) -> int:
     return int(found[0])
 
 
-def present_bytes(address: int, nbytes: int) -> int:
-    """How many of these bytes, from `address` on, which begins a page, come before the first page
-    that is not in memory: it was swapped out, or never written. 0 if the kernel does not say.
+def read_into(target: memoryview, fd: int, offset: int) -> None:
+    """Fill `target` from `offset` on in a client's memfd that was checked. Without the GIL.
 
-    Takes no lock that another process can hold. Of memory that belongs to another user, who lets
-    nobody else write it, the kernel says that all is there (`mincore(2)`).
+    Not from a mapping: to touch a page there that nobody has written, or that the kernel has
+    dropped, would allocate one on this process' account, whatever its seals are. Nor does this wait
+    for a lock of the file or its inode, which the client can hold for as long as it likes. Takes
+    twice the time of `copy_bytes` (8 MiB: 1.1 for 0.5 ms).
+
+    Raises:
+        OSError: the system fails to read it, as from a broken swap device.
     """
-    pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
-    if _libc.mincore(address, nbytes, pages):
-        return 0
-    absent = bytes(pages).find(0)
-    return nbytes if absent < 0 else absent * mmap.PAGESIZE
+    while target:
+        count = os.preadv(fd, [target], offset)
+        if not count:
+            raise OSError("a memfd of a sealed size has ended")
+        target, offset = target[count:], offset + count
 
 
 def copy_bytes(target_address: int, source_address: int, nbytes: int) -> None:

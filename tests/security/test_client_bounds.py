@@ -476,14 +476,3 @@ def test_sessions_that_end_without_goodbye(start_node: StartNode) -> None:
         after = first.ask(messages.Stats(2))["stats"]
         assert after["pins"] <= 12
         assert after["open_files"] < before + 24
-
-
-def test_a_client_is_told_that_its_staging_area_was_refused(start_node: StartNode) -> None:
-    """It took the refusal for success: its insert then ended the connection."""
-    node = start_node(prelude="from lookup_buffer.node import insert\ninsert.UNMAPPING_MAX = 0\n")
-    with node.client() as client:
-        for _ in range(2):
-            with pytest.raises(BufferFull, match="still to be unmapped"):
-                client.insert(key(), torch.ones(8))
-        client.insert(key(), None)
-    assert "protocol_errors" not in node.stats()

@@ -2,6 +2,7 @@
 
 import array
 import fcntl
+import mmap
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.closer import CLOSERS_MAX
@@ -34,6 +36,7 @@ from userfault import unending_read
 NAMESPACE = Namespace.named("tests").fingerprint
 LINGER_SECONDS = 600
 SO_PASSPIDFD = 76
+MADV_PAGEOUT, MADV_POPULATE_READ = 21, 22
 ARENA_BYTES = 64 * MIB
 STATS = encode_frame(messages.Stats(5).to_wire())
 
@@ -280,15 +283,38 @@ def resident_bytes(node: NodeProcess) -> int:
 
 @pytest.mark.parametrize("filled_bytes", [0, 5 * MIB], ids=["empty", "with a hole"])
 @pytest.mark.parametrize("nbytes", [100, 2 * MIB, 32 * MIB])
-def test_holes_are_not_read(node: NodeProcess, nbytes: int, filled_bytes: int) -> None:
-    """To read one would allocate its page, on the node's account."""
+def test_holes_are_zeros_and_stay_holes(node: NodeProcess, nbytes: int, filled_bytes: int) -> None:
+    """To touch one in a mapping would allocate its page, on the node's account."""
     descriptor = memfd(32 * MIB, filled_bytes=filled_bytes)
+    offset = max(0, filled_bytes - 10) if nbytes < MIB * 32 else 0
+    filled = min(nbytes, filled_bytes - offset)
     with raw(node) as client:
         client.ask(messages.Stage(1), [descriptor])
         before = allocated_bytes(descriptor)
-        client.send(insert(nbytes, offset=max(0, filled_bytes - 10) if nbytes < MIB * 32 else 0))
-        assert client.ended()
+        stored = client.ask(insert(nbytes, offset=offset))["results"][0]
+        assert stored["outcome"] == "stored"
+        assert stored["checksum"] == xxh3_64_intdigest(b"x" * filled + bytes(nbytes - filled))
         assert allocated_bytes(descriptor) == before
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("nbytes", [400_000, 16 * MIB], ids=["on the loop", "on a thread"])
+def test_pages_that_the_kernel_has_dropped_stay_away(node: NodeProcess, nbytes: int) -> None:
+    """Such as were read and never written: it drops them though no hole can be punched. The node
+    took them for written, and allocated them anew: 17 areas, and it was killed for its memory."""
+    descriptor = memfd(16 * MIB)
+    with raw(node) as client, mmap.mmap(descriptor, 16 * MIB, prot=mmap.PROT_READ) as area:
+        area.madvise(MADV_POPULATE_READ)
+        assert allocated_bytes(descriptor) == 16 * MIB
+        client.ask(messages.Stage(1), [descriptor])
+        client.ask(insert(100, offset=16 * MIB - 100))
+        area.madvise(MADV_PAGEOUT)
+        left = allocated_bytes(descriptor)
+        if left == 16 * MIB:
+            pytest.skip("this kernel keeps them")
+        again = client.ask(insert(nbytes, number=3))
+        assert again["results"][0]["outcome"] in ("stored", "exists")
+        assert allocated_bytes(descriptor) <= left
     os.close(descriptor)
 
 
@@ -313,13 +339,13 @@ def test_sparse_areas_of_many_connections_cost_nothing(node: NodeProcess) -> Non
         descriptor = memfd(2 * ARENA_BYTES)
         with raw(node) as client:
             client.ask(messages.Stage(1), [descriptor])
-            client.send(insert(32 * MIB))
-            assert client.ended()
+            client.ask(insert(100, offset=2 * ARENA_BYTES - 100))
+            assert allocated_bytes(descriptor) == 0
         os.close(descriptor)
     assert resident_bytes(node) - before < 8 * MIB
 
 
-def test_an_area_whose_holes_could_be_punched_later_is_refused(node: NodeProcess) -> None:
+def test_an_area_whose_size_could_change_is_refused(node: NodeProcess) -> None:
     for seals in (0, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK, SEALS & ~fcntl.F_SEAL_SHRINK):
         descriptor = memfd(MIB, seals, filled_bytes=MIB)
         with raw(node) as client:
@@ -328,7 +354,7 @@ def test_an_area_whose_holes_could_be_punched_later_is_refused(node: NodeProcess
         os.close(descriptor)
 
 
-def test_what_idle_areas_keep_mapped_is_bounded(node: NodeProcess) -> None:
+def test_areas_are_not_memory_of_the_node(node: NodeProcess) -> None:
     """Filled ones, of many connections of one session; each can be used again."""
     node.stats()
     before, area_bytes = resident_bytes(node), 16 * MIB
@@ -344,10 +370,10 @@ def test_what_idle_areas_keep_mapped_is_bounded(node: NodeProcess) -> None:
             stored = client.ask(insert(area_bytes, number))
             assert stored["results"][0]["outcome"] == "stored"
             clients.append(client)
-        wait_until(lambda: resident_bytes(node) - before < ARENA_BYTES + ARENA_BYTES // 2, 5.0)
+        assert resident_bytes(node) - before < ARENA_BYTES + 8 * MIB
         for number, client in enumerate(clients):
             assert client.ask(insert(area_bytes, number))["results"][0]["outcome"] == "stored"
-        wait_until(lambda: resident_bytes(node) - before < ARENA_BYTES + ARENA_BYTES // 2, 5.0)
+        assert resident_bytes(node) - before < ARENA_BYTES + 8 * MIB
 
 
 def test_an_area_does_not_change_under_an_insert(node: NodeProcess) -> None:

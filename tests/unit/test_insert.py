@@ -7,8 +7,9 @@ import random
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -23,11 +24,8 @@ from lookup_buffer.node.items import Item
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome
-from lookup_buffer.shm.memory import Mapping, Staging
+from lookup_buffer.shm.memory import Staging
 from lookup_buffer.times import TURN_SECONDS
-
-if TYPE_CHECKING:
-    from lookup_buffer.node.staging import StagingArea
 
 NAMESPACE = "f" * 64
 STAGED_BYTES = 2 << 20
@@ -68,7 +66,6 @@ class Client:
         self.session = Session(number, connection, None)
         self.staging = Staging(nbytes)
         self.staging.view[:] = bytes(nbytes)
-        self.area: StagingArea | None = None
         self.passed = -1
 
     def take_descriptor(self) -> int:
@@ -115,9 +112,9 @@ class Node:
     ) -> None:
         headers = [TensorHeader("uint8", (nbytes,), nbytes).to_fields() for nbytes in sizes]
         request = Insert(1, NAMESPACE, keys, headers, offsets, 60.0, wait_seconds)
-        if client.area is None:
-            self.inserts.stagings.open(client.connection, os.dup(client.staging.fd))
-            client.area = self.inserts.stagings.of(client.connection)
+        if client.passed == -1:
+            client.passed = os.dup(client.staging.fd)
+            self.inserts.stage(client.connection)
         self.inserts.insert(client.connection, client.session, request)
 
     def at_rest(self) -> None:
@@ -150,11 +147,14 @@ def test_the_last_of_two_hand_offs_of_one_key_stays() -> None:
     asyncio.run(test())
 
 
-def is_mapped(mapping: Mapping) -> bool:
-    try:
-        return mapping.view[0] is not None
-    except ValueError:
-        return False
+def descriptors_of(clients: list[Client]) -> set[int]:
+    """Of their areas."""
+    inodes, found = {os.fstat(client.staging.fd).st_ino for client in clients}, set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it was that of the list
+            if os.fstat(int(name)).st_ino in inodes:
+                found.add(int(name))
+    return found
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,11 +177,13 @@ def begun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
     chance = random.Random(seed)
     clients: list[Client] = []
+    own: set[int] = set()
 
     async def act(node: Node, number: int) -> None:
         for turn in range(8):
             client = Client(1000 * number + turn + 1, STAGED_BYTES)
             clients.append(client)
+            own.update(descriptors_of([client]))
             names = ["a", "b", "c", "d@1", "e@1", f"u{chance.random()}", f"v{chance.random()}@2"]
             keys = chance.choices(names, k=chance.randint(1, 12))
             sizes = [chance.choice([0, 1, 1000, 100_000, 600_000]) for _ in keys]
@@ -203,20 +205,18 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
         node = Node(4 << 20, chance)
         fill = node.arena.fill
 
-        def fill_mapped(item: Item, source: Mapping | None, offset: int) -> int:
-            assert source is None or is_mapped(source)
+        def fill_from_area(item: Item, source: int, offset: int) -> int:
+            assert item.nbytes == 0 or source in descriptors_of(clients) - own
             return fill(item, source, offset)
 
-        node.arena.fill = fill_mapped  # type: ignore[method-assign]
+        node.arena.fill = fill_from_area  # type: ignore[method-assign]
         await asyncio.gather(*(act(node, number) for number in range(4)))
         async with asyncio.timeout(30.0):
             while node.inserts._inserting:
                 await asyncio.sleep(0.002)
         node.at_rest()
-        mappings = [client.area.mapping for client in clients if client.area is not None]
-        assert len(mappings) == len(clients)
-        async with asyncio.timeout(30.0):  # threads unmap them
-            while any(mapping is not None and is_mapped(mapping) for mapping in mappings):
+        async with asyncio.timeout(30.0):  # threads close them
+            while descriptors_of(clients) - own:
                 await asyncio.sleep(0.002)
         node.inserts.close()
 
@@ -430,7 +430,7 @@ def test_a_copy_that_fails_leaves_nothing_and_is_answered(key: str, nbytes: int)
         asyncio.get_running_loop().set_exception_handler(lambda _, what: reported.append(what))
         fill, is_broken = node.arena.fill, True
 
-        def fill_or_fail(item: Item, source: Mapping | None, offset: int) -> int:
+        def fill_or_fail(item: Item, source: int, offset: int) -> int:
             if is_broken:
                 raise MemoryError
             return fill(item, source, offset)
@@ -459,7 +459,7 @@ def test_memory_is_not_released_while_a_thread_writes_it(key: str) -> None:
         node, client = Node(16 << 20), Client(1, STAGED_BYTES)
         writes, goes_on, fill = threading.Event(), threading.Event(), node.arena.fill
 
-        def wait(item: Item, source: Mapping | None, offset: int) -> int:
+        def wait(item: Item, source: int, offset: int) -> int:
             writes.set()
             goes_on.wait(10.0)
             return fill(item, source, offset)
