@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 from lookup_buffer.errors import ConfigError, InvalidKey
@@ -128,10 +129,12 @@ class Adapters:
 
     Args:
         encode: whether adapters influence encoder outputs.
+        mixed: whether vLLM may use KV of one adapter for another one of the same name.
     """
 
-    def __init__(self, *, encode: bool = False) -> None:
+    def __init__(self, *, encode: bool = False, mixed: bool = False) -> None:
         self.encode = encode
+        self.mixed = mixed
         self._unnamed: set[str] = set()
         self._lock = threading.Lock()
         self._digests: dict[_Adapter, str] = {}
@@ -235,6 +238,22 @@ def reach_encoder(vllm_config: Any) -> bool:
     """Whether LoRA adapters influence encoder outputs in this engine."""
     lora = getattr(vllm_config, "lora_config", None)
     return bool(getattr(lora, "enable_tower_connector_lora", False))
+
+
+def mixes_adapters(vllm_config: Any) -> bool:
+    """Whether vLLM's prefix cache knows adapters by their names only, as before vLLM 0.31: there a
+    prompt may go on with KV of another adapter of that name, or of no adapter with a cache salt of
+    that text. True if it cannot be told."""
+    lora = getattr(vllm_config, "lora_config", None)
+    if lora is None or not vllm_config.cache_config.enable_prefix_caching:
+        return False
+    try:
+        from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
+    except ImportError:
+        return True
+    adapter = SimpleNamespace(lora_name="name", lora_path="path")
+    keys: Any = _gen_lora_extra_hash_keys(SimpleNamespace(lora_request=adapter))
+    return "path" not in str(keys)
 
 
 def validate_identifiers(vllm_config: Any) -> None:

@@ -55,7 +55,8 @@ class ChunkChain:
         ]
         if lora is not None:
             encoded = self._media and adapters.encode
-            if not digest or (encoded and adapters.is_reused(lora.lora_name)):
+            reused = encoded and adapters.is_reused(lora.lora_name)
+            if not digest or adapters.mixed or reused:
                 raise NotShareable("lora")
         self._first = self._link = _seed(request, digest)
         self.names: list[str] = []

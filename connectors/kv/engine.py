@@ -64,6 +64,8 @@ class KvShape:
     may reject computed tokens."""
     adapters_encode: bool = False
     """Whether LoRA adapters influence encoder outputs."""
+    adapters_mixed: bool = False
+    """Whether vLLM may use KV of one adapter for another one of the same name."""
 
 
 def parse_kv_settings(raw: Mapping[str, Any]) -> KvSettings:
@@ -99,14 +101,15 @@ def set_recompute_policy(transfer_config: Any) -> None:
         )
 
 
-def kv_identity(vllm_config: Any, settings: KvSettings, block_size: int) -> Identity:
+def kv_identity(vllm_config: Any, settings: KvSettings, spec: Any) -> Identity:
     """The engine's identity for KV. Raises as `engine_identity`."""
     source = weights_source(vllm_config, settings.weights_version)
-    return Identity(kv_namespace_parts(vllm_config, settings, block_size), source)
+    return Identity(kv_namespace_parts(vllm_config, settings, spec), source)
 
 
-def kv_namespace_parts(vllm_config: Any, settings: KvSettings, block_size: int) -> dict[str, str]:
-    """Name and readable value of each part except the weights."""
+def kv_namespace_parts(vllm_config: Any, settings: KvSettings, spec: Any) -> dict[str, str]:
+    """Name and readable value of each part except the weights. `spec`: vLLM's, of the cache."""
+    block_size: int = spec.block_size
     parts = namespace_parts(vllm_config, settings, for_kv=True)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     cache = vllm_config.cache_config
@@ -119,7 +122,7 @@ def kv_namespace_parts(vllm_config: Any, settings: KvSettings, block_size: int) 
         "kv_heads": str(model.get_num_kv_heads(parallel)),
         "head_size": str(model.get_head_size()),
         "kv_cache_dtype": str(cache.cache_dtype),
-        "kv_layout": _layout(vllm_config, block_size),
+        "kv_layout": _layout(vllm_config, spec),
         "positions": _positions(model),
         "speculation": _speculation(vllm_config),
     }
@@ -169,19 +172,26 @@ def _unsupported_engine(vllm_config: Any) -> str:
     return ""
 
 
-def _layout(vllm_config: Any, block_size: int) -> str:
-    """What determines the layout of a block, as far as it is known before the model is loaded:
-    device and attention backend."""
+def _layout(vllm_config: Any, spec: Any) -> str:
+    """What determines the layout of a block: device, attention backend, and what the backend has
+    made of the cache's `spec`."""
     from vllm.platforms import current_platform
 
     attention = getattr(vllm_config, "attention_config", None)
     backend = getattr(getattr(attention, "backend", None), "name", "auto")
     device = str(current_platform.device_type)
     if device == "cpu":  # keys are packed for an instruction set
-        device = f"{device}-{_instructions(vllm_config, block_size)}"
+        device = f"{device}-{_instructions(vllm_config, spec.block_size)}"
     else:  # the capability determines which kernel vLLM chooses
         device = f"{device}-{current_platform.get_device_capability()}"
-    return f"{device}, {backend}"
+    kinds = {
+        str(kind): getattr(one, "name", str(one))
+        for kind, one in (getattr(attention, "backend_per_kind", None) or {}).items()
+    }
+    names = ("num_head_slots", "state_content_bytes")  # of a backend with pages of its own
+    pages = {name: getattr(spec, name, None) for name in names}
+    chosen = kinds | {name: value for name, value in pages.items() if value is not None}
+    return f"{device}, {backend}" + (f", {canonical(chosen)}" if chosen else "")
 
 
 def _instructions(vllm_config: Any, block_size: int) -> str:

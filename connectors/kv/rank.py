@@ -6,7 +6,7 @@ Reads rank, number of ranks and cache shape from vLLM's configuration. Called at
 from typing import Any
 
 from connectors import client
-from connectors.identifiers import reach_encoder
+from connectors.identifiers import mixes_adapters, reach_encoder
 from connectors.kv.engine import KvSettings, KvShape, chunk_blocks, kv_identity
 from connectors.namespace import Identity, cached_identity
 from connectors.plugin import KV_CONNECTOR_NAME
@@ -29,6 +29,7 @@ def kv_shape(vllm_config: Any, kv_cache_config: Any, settings: KvSettings) -> Kv
         ranks=ranks,
         stores_generated=settings.store_generated and vllm_config.speculative_config is None,
         adapters_encode=reach_encoder(vllm_config),
+        adapters_mixed=mixes_adapters(vllm_config),
     )
 
 
@@ -63,6 +64,6 @@ def open_buffer(
 
 def identity(vllm_config: Any, kv_cache_config: Any, settings: KvSettings) -> Identity:
     """The engine's identity, made once: vLLM makes KV connectors after the model is loaded."""
-    block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     owner = vllm_config.kv_transfer_config
-    return cached_identity(owner, _IDENTITY, lambda: kv_identity(vllm_config, settings, block_size))
+    return cached_identity(owner, _IDENTITY, lambda: kv_identity(vllm_config, settings, spec))

@@ -66,7 +66,7 @@ class KvScheduler:
         self.counters = counters or Counters()
         self._clock = clock
         self._log = RateLimitedLog(clock=clock)
-        self._adapters = Adapters(encode=shape.adapters_encode)
+        self._adapters = Adapters(encode=shape.adapters_encode, mixed=shape.adapters_mixed)
         self._requests: dict[str, KvRequest] = {}
         self._ended: dict[str, KvRequest] = {}
         """Requests that ended while they loaded. Their pins are held until the load has ended."""

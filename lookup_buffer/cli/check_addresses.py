@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from urllib.parse import urlsplit
 
 from lookup_buffer.cli.check import Check, fail, named, ok, warn
 from lookup_buffer.errors import ConfigError, LookupBufferError
@@ -228,7 +227,7 @@ def _node_findings(
     failed = {dialler: result for dialler, result in results.items() if _fails(result)}
     reached = [dialler for dialler, result in results.items() if result.outcome is Reached.YES]
     elsewhere = sorted({host for host in hosts.values() if host != info.host})
-    is_loopback = urlsplit(info.endpoint).netloc.lstrip("[").startswith(LOOPBACK)
+    is_loopback = info.endpoint.partition("://")[2].lstrip("[").startswith(LOOPBACK)
     if is_loopback and elsewhere and not any(hosts[one] in elsewhere for one in reached):
         yield fail(
             "address",

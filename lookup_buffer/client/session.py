@@ -501,7 +501,6 @@ class NodeConnection:
 
         Raises:
             NodeUnavailable: the node did not answer in time.
-            BufferFull: it is still to unmap many such areas.
         """
         if self._staging is None or self._staging.nbytes < nbytes:
             staging = Staging(max(STAGING_BYTES_MIN, 1 << (nbytes - 1).bit_length()))

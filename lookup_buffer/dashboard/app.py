@@ -25,7 +25,7 @@ from lookup_buffer.config import is_loopback
 from lookup_buffer.dashboard.exposition import Exposition
 from lookup_buffer.dashboard.feed import Feed, TooMany
 from lookup_buffer.dashboard.node import NodeSilent, NodeView
-from lookup_buffer.dashboard.users import user_of
+from lookup_buffer.dashboard.users import Users
 
 MAKE_SECONDS = 30.0
 """Deadline for the answer to `why`."""
@@ -69,6 +69,8 @@ def make_app(node: NodeView, exposition: Exposition, feed: Feed, token: str | No
 
 
 def _data_pages(node: NodeView, exposition: Exposition, feed: Feed) -> dict[str, Page]:
+    users = Users()
+
     async def metrics(request: Request) -> Response:
         try:
             state = await node.state()
@@ -86,7 +88,7 @@ def _data_pages(node: NodeView, exposition: Exposition, feed: Feed) -> dict[str,
 
     async def stream(request: Request) -> Response:
         try:
-            watcher = feed.watch(user_of(request.scope))
+            watcher = feed.watch(await users.user_of(request.scope))
             return EventStream(feed.events(watcher), partial(feed.leave, watcher))
         except TooMany as error:
             return line(503, str(error))

@@ -414,6 +414,7 @@ class Heartbeat:
                 raise await self._refusal(found, store)
             self._other, self._watched_since, self._has_moved = found, now, True
         elif now - self._watched_since >= WATCH_SECONDS:
+            self._watched_since = now  # whatever the answer is, it is not asked again at once
             try:
                 return await self._beat(store, replacing=found)
             except NodeTaken as taken:

@@ -311,7 +311,7 @@ class Registrar:
         batch = WriteBatch(store)
         try:
             await self._write(batch, store, changes)
-        except StoreError:
+        except BaseException:  # a bug, or a garbled reply, too
             self.dirty.put_back(changes)
             raise
         finally:

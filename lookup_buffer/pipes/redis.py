@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Self
 
@@ -45,8 +45,8 @@ _OPTION: Final = "pipe="
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    uri: str
-    url: str
+    uri: str = field(repr=False)
+    url: str = field(repr=False)
     """The store URL of the server."""
     name: str
 

@@ -77,9 +77,9 @@ def dial(url: str, seconds: float, *, name: str = "pipe") -> socket.socket:
         _set_name(connection, connection_name(address.client_name, name))
         taken: socket.socket = connection._sock  # no public method gives it away
         connection._sock = None
-    except (AuthenticationError, ResponseError) as error:
+    except (AuthenticationError, ResponseError):
         # A server that lacks HELLO or AUTH quotes the password in its error.
-        raise StoreUnavailable(f"store {server} refuses the login") from error
+        raise StoreUnavailable(f"store {server} refuses the login") from None
     except TimeoutError as error:
         raise StoreUnavailable(f"store {server}: no answer in time") from error
     except (RedisError, OSError) as error:

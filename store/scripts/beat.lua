@@ -11,6 +11,7 @@ local current_boot, current_sequence
 if previous then current_boot, current_sequence = string.match(previous, '^(%w+):(%d+)$') end
 -- A garbled beat (see layout.read_beat) does not reserve the node id.
 local readable = current_boot and #current_boot <= 24 and #current_sequence <= 19
+  and (current_sequence == '0' or string.sub(current_sequence, 1, 1) ~= '0')
 if readable and current_boot ~= boot and previous ~= replacing then return previous end
 redis.call('HSET', nodes, node, boot .. ':' .. sequence)
 if current_boot == boot then return 1 end

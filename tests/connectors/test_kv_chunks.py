@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector_standins import Feature, Position
-from connectors.identifiers import Adapters, NotShareable
+from connectors.identifiers import Adapters, NotShareable, mixes_adapters
 from connectors.kv.chunks import ChunkChain
 from nodes import wait_until
 
@@ -105,6 +105,41 @@ def test_media_under_a_name_of_two_adapters_are_not_shared(tmp_path: Path) -> No
             assert chain(media, adapters=adapters, lora_request=lora).grow(TOKENS, 100)
     with pytest.raises(NotShareable, match="lora"):
         chain(media, adapters=adapters, lora_request=lora)
+
+
+def test_adapters_that_the_engine_mixes_are_not_shared(tmp_path: Path) -> None:
+    """Before vLLM 0.31, whose prefix cache knows their names only."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    lora = SimpleNamespace(lora_name="cats", lora_int_id=1, lora_path=str(tmp_path))
+    for mixed in (True, False):
+        adapters = Adapters(mixed=mixed)
+        wait_until(lambda: adapters.digest_of(lora), 10.0, "its files are read")  # noqa: B023
+        assert chain(adapters=adapters).grow(TOKENS, 100)
+        if not mixed:
+            assert chain(adapters=adapters, lora_request=lora).grow(TOKENS, 100)
+            continue
+        with pytest.raises(NotShareable, match="lora"):
+            chain(adapters=adapters, lora_request=lora)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("lora", "caches", "mixes"), [(None, True, False), ((), False, False)])
+def test_an_engine_mixes_adapters_only_with_both(lora: object, caches: bool, mixes: bool) -> None:
+    config = SimpleNamespace(
+        lora_config=lora, cache_config=SimpleNamespace(enable_prefix_caching=caches)
+    )
+    assert mixes_adapters(config) == mixes
+
+
+@pytest.mark.vllm
+def test_whether_this_vllm_knows_adapters_by_their_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(
+        lora_config=object(), cache_config=SimpleNamespace(enable_prefix_caching=True)
+    )
+    assert not mixes_adapters(config), "vLLM 0.31 or newer"
+    name = "vllm.v1.core.kv_cache_utils._gen_lora_extra_hash_keys"
+    monkeypatch.setattr(name, lambda request: [request.lora_request.lora_name])  # of 0.30
+    assert mixes_adapters(config)
 
 
 def test_chunks_without_a_fleet_wide_name_are_not_shared() -> None:

@@ -45,8 +45,8 @@ def parts(changed: Callable[[Any], None] | None = None, **settings: Any) -> dict
     made = config()
     if changed is not None:
         changed(made)
-    block = settings.pop("block", BLOCK)
-    return kv_namespace_parts(made, KvSettings(**settings), block)
+    spec = SimpleNamespace(block_size=settings.pop("block", BLOCK), **settings.pop("pages", {}))
+    return kv_namespace_parts(made, KvSettings(**settings), spec)
 
 
 def differing(other: dict[str, str]) -> set[str]:
@@ -92,6 +92,21 @@ def test_blocks_and_chunks_of_other_sizes_are_separate(monkeypatch: pytest.Monke
     here = parts()["kv_layout"]
     monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")
     assert parts()["kv_layout"] != here
+
+
+def test_backends_with_pages_of_their_own_are_separate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two heads a rank, pages of both kinds have one shape, and K and V are elsewhere."""
+    monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")
+
+    def choose(made: Any) -> None:
+        made.attention_config = SimpleNamespace(
+            backend=None, backend_per_kind={"full_attention": SimpleNamespace(name="B12X")}
+        )
+
+    assert differing(parts(choose)) == {"kv_layout"}
+    own = {"num_head_slots": 2, "state_content_bytes": 256}
+    assert differing(parts(pages=own)) == {"kv_layout"}
+    assert differing(parts(pages=dict.fromkeys(own))) == set()
 
 
 LONG_ROPE = {"rope_type": "longrope"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,7 +125,8 @@ def test_each_part_of_a_namespace_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     parts = set(re.findall(r"`(\w+)`", SECTION)) | {"protocol", "weights"}
     assert namespace_parts(vllm_config(), SETTINGS).keys() <= parts
     monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")
-    kv_parts = kv_identity(config(), KvSettings(weights_version="v"), BLOCK).parts.keys()
+    spec = SimpleNamespace(block_size=BLOCK)
+    kv_parts = kv_identity(config(), KvSettings(weights_version="v"), spec).parts.keys()
     spelled = {"content", "vllm", "tensor_parallel_size", "layers", "kv_heads", "head_size"}
     spelled |= {"kv_cache_dtype", "block_size", "positions", "speculation"}
     assert kv_parts <= parts | spelled

@@ -241,7 +241,7 @@ def test_a_claim_is_granted_beside_an_invalid_record(
     "value",
     [
         "no beat", f"{BOOT}:", ":3", f"{BOOT}:-1", "b:" + "9" * 20,
-        "b" * 25 + ":1", "b" * 60 + ":1",
+        "b" * 25 + ":1", "b" * 60 + ":1", f"{BOOT}:007", f"{BOOT}:00",
     ],
 )  # fmt: skip
 def test_an_unreadable_beat_occupies_no_id(

@@ -1,7 +1,10 @@
 """Whose a connection is, as the kernel knows it."""
 
+import asyncio
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -9,7 +12,8 @@ from typing import Any
 import pytest
 
 from lookup_buffer.dashboard import users
-from lookup_buffer.dashboard.users import user_of
+from lookup_buffer.dashboard.users import ASK_SECONDS, Users
+from patience import scaled
 
 MINE = f"user {os.geteuid()}"
 PAIRS = {
@@ -34,6 +38,10 @@ def connected(listens: str, dials: str) -> Iterator[tuple[socket.socket, socket.
         accepted, _ = listener.accept()
         with closing(accepted):
             yield dialler, accepted
+
+
+def user_of(scope: dict[str, Any]) -> str:
+    return asyncio.run(Users().user_of(scope))
 
 
 def scope_of(accepted: socket.socket) -> dict[str, Any]:
@@ -76,3 +84,30 @@ def test_where_the_kernel_does_not_tell_all_users_are_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(users, "NETLINK_SOCK_DIAG", 31)  # no such protocol
     with connected("127.0.0.1", "127.0.0.1") as (_, accepted):
         assert user_of(scope_of(accepted)) == "unknown"
+
+
+def test_while_the_kernel_does_not_answer_nobody_waits_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before Linux 6.9 a process can keep it busy: it is asked by one thread."""
+    over, asked = threading.Event(), []
+
+    def ask(*ends: object) -> int:
+        asked.append(ends)
+        over.wait(scaled(10.0))
+        return 7
+
+    async def test(accepted: socket.socket) -> None:
+        found, began = Users(), time.monotonic()
+        scope = scope_of(accepted)
+        assert await asyncio.gather(*(found.user_of(scope) for _ in range(5))) == ["unknown"] * 5
+        assert await found.user_of(scope) == "unknown"
+        assert time.monotonic() - began < 2 * ASK_SECONDS + scaled(1.0)
+        assert len(asked) == 1
+        over.set()
+        monkeypatch.setattr(users, "_user_between", lambda *_: 8)
+        assert await found.user_of(scope) == "user 8"
+
+    monkeypatch.setattr(users, "_user_between", ask)
+    with connected("127.0.0.1", "127.0.0.1") as (_, accepted):
+        asyncio.run(test(accepted))
