@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
-from xxhash import xxh3_64_intdigest
-
 from lookup_buffer.errors import BufferFull, TensorTooLarge
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.expiring import Expiring
@@ -36,7 +34,7 @@ from lookup_buffer.node.shares import Shares
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.shm.allocator import Allocator
 from lookup_buffer.shm.index import LocalIndex
-from lookup_buffer.shm.memory import SealedMemory, read_into
+from lookup_buffer.shm.memory import SealedMemory
 from lookup_buffer.times import Clock
 from store import INVALIDATIONS_MAX, GoneReason
 
@@ -445,19 +443,6 @@ class Arena:
             self.on_change(address, GoneReason.RETRACTED)
 
     # -- bytes
-
-    def fill(self, item: Item, source: int, offset: int) -> int:
-        """Copy a reservation's bytes from `offset` in the memfd `source`; returns their checksum.
-        Any thread.
-
-        An item of 0 bytes needs no source, and has a checksum, too.
-
-        The checksum is of the copy: whatever a client does to its staging area meanwhile, readers
-        get the bytes that were checked.
-        """
-        target = self.bytes_of(item)
-        read_into(target, source, offset)
-        return xxh3_64_intdigest(target)
 
     def bytes_of(self, item: Item) -> memoryview:
         """The item's bytes. The caller has reserved or pinned it. Any thread."""

@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey, is_handoff
@@ -33,6 +33,7 @@ from lookup_buffer.node.items import Item, Pin
 from lookup_buffer.node.locate import Waiting
 from lookup_buffer.node.read import Reads
 from lookup_buffer.node.shares import size_of
+from lookup_buffer.node.staging import StagingArea, fill
 from lookup_buffer.node.turns import Steps, Turns
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_fields
@@ -59,13 +60,6 @@ FAILED = error_fields(BufferFull("the node could not store it, as its log says; 
 PART_BYTES = 1 << 10
 """About what one part of a request occupies, beside the text of its key: also once it has its
 result, while others of the request wait."""
-
-
-class StagingArea(NamedTuple):
-    """Memory of one client, which it writes. It is for the inserts of one connection."""
-
-    fd: int
-    nbytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -268,8 +262,17 @@ class Inserts:
         task.add_done_callback(lambda _: self._answer_if_complete(one))
         return task
 
+    def _end(self, one: _Inserting) -> None:
+        """The task of a part has done all. So the answer precedes what the item causes, such as its
+        publication: 0.4 ms."""
+        task = asyncio.current_task()
+        assert task is not None
+        one.tasks.discard(task)
+        self._answer_if_complete(one)
+
     def _answer_if_complete(self, one: _Inserting) -> None:
-        if one.tasks or one.is_beginning:
+        is_answered = self._inserting.get(one.connection) is not one
+        if one.tasks or one.is_beginning or is_answered:
             return
         del self._inserting[one.connection]
         one.session.waits.add(one.session.id, -one.size)
@@ -343,6 +346,7 @@ class Inserts:
         except BaseException:
             self._abandon(reserved)
             raise
+        self._end(one)
 
     def _store(
         self, one: _Inserting, reserved: Sequence[Reserved], checksums: Sequence[int]
@@ -381,6 +385,7 @@ class Inserts:
             self._refuse(part, error)
         finally:
             self.handoffs.landed(arrival)
+        self._end(one)
 
     async def _copy_and_commit(self, one: _Inserting, part: _Part, item: Item) -> Pin:
         reserved = [(part, item)]
@@ -407,7 +412,10 @@ class Inserts:
 
     def _fill(self, one: _Inserting, reserved: Sequence[Reserved]) -> list[int]:
         source = -1 if one.staging is None else one.staging.fd
-        return [self.arena.fill(item, source, part.offset) for part, item in reserved]
+        return [
+            fill(self.arena.bytes_of(item), source, part.offset, self._copiers)
+            for part, item in reserved
+        ]
 
     def _close_staging(self, connection: Connection) -> None:
         """On a thread: it may be the last to have the pages, and to free 1 GiB takes 0.25 s."""

@@ -15,6 +15,7 @@ many and not drawn, nor is `connection` to other nodes.
       server ─► closer                              descriptors that clients passed [lb-close]
                └─► client_process                   whether a client's process has ended
       server ─► insert ─► arena                     insert; copies above 512 KiB [lb-copy]
+               ├─► staging                          copies from clients' memory
                ├─► handoffs ─► turns, arena         hand-offs that wait for space
                ├─► announcements ─► takes           ownership of a hand-off; queries the other owner
                ├─► claims ─► read                   a stored output ends its claim

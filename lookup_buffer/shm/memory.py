@@ -4,7 +4,7 @@ All are memfds, passed over the unix socket by descriptor, so no file in /dev/sh
 the name of another. Once the node has mapped the arena, it is sealed against shrinking, growing
 *and future writable mappings*. Only the node can write it: no client can change or truncate bytes
 that an engine relies on, whatever it does with the descriptor. A client passes bytes through its
-own staging area, which the node reads by `read_into`.
+own staging area, which `node.staging` reads.
 
 The module also calls madvise and gives the addresses of buffers. Its madvise runs without the GIL,
 which mmap.madvise holds for the whole call; an advice that the kernel does not know has no effect.
@@ -160,24 +160,6 @@ def _file_system(fd: int) -> int:
     if _libc.fstatfs(fd, found):
         return 0
     return int(found[0])
-
-
-def read_into(target: memoryview, fd: int, offset: int) -> None:
-    """Fill `target` from `offset` on in a client's memfd that was checked. Without the GIL.
-
-    Not from a mapping: to touch a page there that nobody has written, or that the kernel has
-    dropped, would allocate one on this process' account, whatever its seals are. Nor does this wait
-    for a lock of the file or its inode, which the client can hold for as long as it likes. Takes
-    twice the time of `copy_bytes` (8 MiB: 1.1 for 0.5 ms).
-
-    Raises:
-        OSError: the system fails to read it, as from a broken swap device.
-    """
-    while target:
-        count = os.preadv(fd, [target], offset)
-        if not count:
-            raise OSError("a memfd of a sealed size has ended")
-        target, offset = target[count:], offset + count
 
 
 def copy_bytes(target_address: int, source_address: int, nbytes: int) -> None:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Executor
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -22,6 +23,7 @@ from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.insert import Inserts
 from lookup_buffer.node.items import Item
 from lookup_buffer.node.locate import Waiting
+from lookup_buffer.node.staging import fill
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import Insert, InsertOutcome
 from lookup_buffer.shm.memory import Staging
@@ -174,7 +176,9 @@ def begun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize("seed", range(8))
-def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
+def test_clients_that_leave_at_any_moment_leave_nothing(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chance = random.Random(seed)
     clients: list[Client] = []
     own: set[int] = set()
@@ -203,13 +207,12 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed: int) -> None:
 
     async def test() -> None:
         node = Node(4 << 20, chance)
-        fill = node.arena.fill
 
-        def fill_from_area(item: Item, source: int, offset: int) -> int:
-            assert item.nbytes == 0 or source in descriptors_of(clients) - own
-            return fill(item, source, offset)
+        def fill_from_area(target: memoryview, source: int, offset: int, pool: Executor) -> int:
+            assert not target or source in descriptors_of(clients) - own
+            return fill(target, source, offset, pool)
 
-        node.arena.fill = fill_from_area  # type: ignore[method-assign]
+        monkeypatch.setattr(insert, "fill", fill_from_area)
         await asyncio.gather(*(act(node, number) for number in range(4)))
         async with asyncio.timeout(30.0):
             while node.inserts._inserting:
@@ -424,18 +427,20 @@ def test_without_threads_for_its_copies_a_node_does_not_start(granted: int) -> N
 
 @pytest.mark.parametrize("nbytes", [100, STAGED_BYTES])
 @pytest.mark.parametrize("key", ["k", "k@r"])
-def test_a_copy_that_fails_leaves_nothing_and_is_answered(key: str, nbytes: int) -> None:
+def test_a_copy_that_fails_leaves_nothing_and_is_answered(
+    key: str, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
         node, client, reported = Node(16 << 20), Client(1, STAGED_BYTES), []
         asyncio.get_running_loop().set_exception_handler(lambda _, what: reported.append(what))
-        fill, is_broken = node.arena.fill, True
+        is_broken = True
 
-        def fill_or_fail(item: Item, source: int, offset: int) -> int:
+        def fill_or_fail(target: memoryview, source: int, offset: int, pool: Executor) -> int:
             if is_broken:
                 raise MemoryError
-            return fill(item, source, offset)
+            return fill(target, source, offset, pool)
 
-        node.arena.fill = fill_or_fail  # type: ignore[method-assign]
+        monkeypatch.setattr(insert, "fill", fill_or_fail)
         for is_broken in (True, False):
             node.insert(client, [key], [nbytes], [0], 0.0)
             async with asyncio.timeout(10.0):
@@ -454,17 +459,19 @@ def test_a_copy_that_fails_leaves_nothing_and_is_answered(key: str, nbytes: int)
 
 
 @pytest.mark.parametrize("key", ["k", "k@r"])
-def test_memory_is_not_released_while_a_thread_writes_it(key: str) -> None:
+def test_memory_is_not_released_while_a_thread_writes_it(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
         node, client = Node(16 << 20), Client(1, STAGED_BYTES)
-        writes, goes_on, fill = threading.Event(), threading.Event(), node.arena.fill
+        writes, goes_on = threading.Event(), threading.Event()
 
-        def wait(item: Item, source: int, offset: int) -> int:
+        def wait(target: memoryview, source: int, offset: int, pool: Executor) -> int:
             writes.set()
             goes_on.wait(10.0)
-            return fill(item, source, offset)
+            return fill(target, source, offset, pool)
 
-        node.arena.fill = wait  # type: ignore[method-assign]
+        monkeypatch.setattr(insert, "fill", wait)
         node.insert(client, [key], [STAGED_BYTES], [0], 0.0)
         while not writes.is_set():
             await asyncio.sleep(0.001)
