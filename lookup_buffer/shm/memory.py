@@ -137,7 +137,7 @@ def check_memfd(fd: int, *, most_bytes: int) -> int:
     Raises:
         ProtocolError: it is something else; lacks a seal, without which its owner could truncate
             it, and an access would end this process by SIGBUS; is empty, or has more than
-            `most_bytes`; or is of huge pages.
+            `most_bytes`; is of huge pages; or cannot be read by this descriptor.
     """
     try:
         is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
@@ -149,6 +149,8 @@ def check_memfd(fd: int, *, most_bytes: int) -> int:
             f"shared memory of {nbytes} bytes; allowed: 1 to {most_bytes} bytes, sealed in size "
             "and against other writers"
         )
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+        raise ProtocolError("shared memory that cannot be read")
     if _file_system(fd) != _TMPFS:
         raise ProtocolError("shared memory of huge pages; allowed: a memfd of ordinary pages")
     return nbytes

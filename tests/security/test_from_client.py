@@ -345,6 +345,17 @@ def test_sparse_areas_of_many_connections_cost_nothing(node: NodeProcess) -> Non
     assert resident_bytes(node) - before < 8 * MIB
 
 
+def test_an_area_that_cannot_be_read_is_refused(node: NodeProcess) -> None:
+    """Each insert from it was logged as a bug of the node."""
+    area = memfd(MIB, filled_bytes=MIB)
+    descriptor = os.open(f"/proc/self/fd/{area}", os.O_WRONLY)
+    with raw(node) as client:
+        client.send(messages.Stage(1), [descriptor])
+        assert client.ended()
+    os.close(descriptor)
+    os.close(area)
+
+
 def test_an_area_whose_size_could_change_is_refused(node: NodeProcess) -> None:
     for seals in (0, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK, SEALS & ~fcntl.F_SEAL_SHRINK):
         descriptor = memfd(MIB, seals, filled_bytes=MIB)
