@@ -13,16 +13,16 @@ from patience import scaled
 
 GATE = """
 import os, time
-from lookup_buffer.node import arena
+from lookup_buffer.node import insert
 
-fill = arena.Arena.fill
+fill = insert.fill
 
 def fill_later(*arguments):
     while not os.path.exists({path!r}):
         time.sleep(0.01)
     return fill(*arguments)
 
-arena.Arena.fill = fill_later
+insert.fill = fill_later
 """
 """The node copies no bytes of an insert before this file exists."""
 

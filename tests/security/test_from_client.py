@@ -409,7 +409,8 @@ def test_the_control_of_the_staging_attacks(node: NodeProcess) -> None:
             assert client.ask(insert(nbytes))["results"][0]["outcome"] == "stored"
         staging.view[9 * MIB : 17 * MIB] = bytes(8 * MIB)
         assert client.ask(insert(17 * MIB))["results"][0]["outcome"] == "stored"
-        client.send(insert(17 * MIB + 4097))
+        assert client.ask(insert(32 * MIB))["results"][0]["outcome"] == "stored"
+        client.send(insert(32 * MIB + 1))
         assert client.ended()
         staging.close()
 
