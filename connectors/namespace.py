@@ -49,8 +49,11 @@ _CHANGED = "the model's files changed while the engine started"
 _DEPTH_MAX = 16
 """Bound on the nesting of values; a deeper value counts only by its type."""
 
-_VOLATILE = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
-"""Fields without effect that differ between copies of a model or releases of transformers."""
+_VOLATILE = frozenset(
+    {"_name_or_path", "_commit_hash", "transformers_version", "attn_temperature_tuning"}
+)
+"""Fields without effect that differ between copies of a model or releases of transformers; and one
+that vLLM overwrites when it loads Llama 4, which counts as `positions`."""
 _PROCESSOR_FILES = ("*processor*.json", "*feature_extract*.json", "*.py")
 """Files in a model's folder: the processors of media, and the model's own code."""
 _VARIABLES = (
@@ -72,6 +75,7 @@ _REDACTED_DIGITS = 16
 _OWN = "counted in its own part"
 _TEXT = "turns text into tokens; names of items and KV chunks cover the result"
 _SAMPLING = "chooses tokens, after the last layer"
+_GENERATION = f"{_SAMPLING}; `attn_temperature_tuning` counts for KV of Llama 4"
 _MEMORY = "how memory is allocated and freed"
 _REQUESTS = "which requests are accepted"
 _CACHE = "how processed media are cached and passed between vLLM's processes"
@@ -121,7 +125,7 @@ IGNORED_MODEL: Final[Mapping[str, Ignored]] = {
     "enable_trace_replay": Ignored(_REQUESTS),
     "allow_deprecated_quantization": Ignored("a permission; the method counts as `quantization`"),
     "max_model_len": Ignored(
-        "the longest prompt; counts for KV if the position embedding depends on it"
+        "the longest prompt; counts for KV if the position embedding depends on it, and of Llama 4"
     ),
     "spec_target_max_model_len": Ignored("the longest prompt"),
     "disable_sliding_window": Ignored("attention of the language model", kv_counts=True),
@@ -132,8 +136,8 @@ IGNORED_MODEL: Final[Mapping[str, Ignored]] = {
     "logprobs_mode": Ignored(_SAMPLING),
     "use_fp64_gumbel": Ignored(_SAMPLING),
     "logits_processors": Ignored(_SAMPLING),
-    "generation_config": Ignored(_SAMPLING),
-    "override_generation_config": Ignored(_SAMPLING),
+    "generation_config": Ignored(_GENERATION),
+    "override_generation_config": Ignored(_GENERATION),
     "served_model_name": Ignored("a name for clients"),
     "hf_token": Ignored("a secret; the model counts by its content or commit"),
     "enable_sleep_mode": Ignored(_MEMORY),

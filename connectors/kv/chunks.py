@@ -53,6 +53,8 @@ class ChunkChain:
             )
             for feature in features
         ]
+        if adapters.mixed and getattr(request, "cache_salt", None):
+            raise NotShareable("lora")  # its text may be an adapter's name
         if lora is not None:
             encoded = self._media and adapters.encode
             reused = encoded and adapters.is_reused(lora.lora_name)

@@ -25,6 +25,7 @@ from lookup_buffer.errors import ConfigError
 
 _GROWING_ROPES = ("longrope", "dynamic")
 """Kinds of position embedding that depend on the longest possible prompt."""
+_TUNED_TOKENS = 32768
 _WITHOUT_US = "start this engine without LookupBufferKVConnector"
 
 
@@ -203,8 +204,11 @@ def _instructions(vllm_config: Any, block_size: int) -> str:
 
 
 def _positions(model: Any) -> str:
-    """The longest prompt, if the position embedding depends on it."""
+    """The longest prompt, if the position embedding depends on it; and how Llama 4 scales attention
+    by the position."""
     text = getattr(model, "hf_text_config", None)
+    if str(getattr(text, "model_type", "")).startswith("llama4"):
+        return f"temperature tuning: {_is_tuned(model)}"
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     if not isinstance(rope, Mapping):
         return ""
@@ -212,6 +216,12 @@ def _positions(model: Any) -> str:
     each = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
     kinds = {values.get("rope_type", values.get("type", "")) for values in each}
     return "" if kinds.isdisjoint(_GROWING_ROPES) else str(model.max_model_len)
+
+
+def _is_tuned(model: Any) -> bool:
+    """As vLLM decides it (`Llama4ForCausalLM`), when it loads the model."""
+    chosen = model.try_get_generation_config() | (model.override_generation_config or {})
+    return bool(chosen.get("attn_temperature_tuning", model.max_model_len > _TUNED_TOKENS))
 
 
 def _speculation(vllm_config: Any) -> str:

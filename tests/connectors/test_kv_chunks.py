@@ -115,11 +115,12 @@ def test_adapters_that_the_engine_mixes_are_not_shared(tmp_path: Path) -> None:
         adapters = Adapters(mixed=mixed)
         wait_until(lambda: adapters.digest_of(lora), 10.0, "its files are read")  # noqa: B023
         assert chain(adapters=adapters).grow(TOKENS, 100)
-        if not mixed:
-            assert chain(adapters=adapters, lora_request=lora).grow(TOKENS, 100)
-            continue
-        with pytest.raises(NotShareable, match="lora"):
-            chain(adapters=adapters, lora_request=lora)
+        for fields in ({"lora_request": lora}, {"cache_salt": "cats"}):
+            if not mixed:
+                assert chain(adapters=adapters, **fields).grow(TOKENS, 100)
+                continue
+            with pytest.raises(NotShareable, match="lora"):
+                chain(adapters=adapters, **fields)
 
 
 @pytest.mark.vllm

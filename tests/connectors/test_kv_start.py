@@ -94,6 +94,28 @@ def test_blocks_and_chunks_of_other_sizes_are_separate(monkeypatch: pytest.Monke
     assert parts()["kv_layout"] != here
 
 
+def test_how_llama_4_scales_attention_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts of more than 8,191 tokens; vLLM decides it by their bound, and the generation
+    config."""
+    monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")
+
+    def tuned(longest: int, own: dict[str, Any], override: dict[str, Any]) -> str:
+        def choose(made: Any) -> None:
+            model = made.model_config
+            model.hf_text_config = SimpleNamespace(model_type="llama4_text")
+            model.max_model_len = longest
+            model.try_get_generation_config = lambda: own
+            model.override_generation_config = override
+
+        return parts(choose)["positions"]
+
+    off, on = tuned(32768, {}, {}), tuned(65536, {}, {})
+    name = "attn_temperature_tuning"
+    assert off != on
+    assert tuned(65536, {name: False}, {}) == tuned(65536, {name: True}, {name: False}) == off
+    assert tuned(32768, {name: True}, {}) == on
+
+
 def test_backends_with_pages_of_their_own_are_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two heads a rank, pages of both kinds have one shape, and K and V are elsewhere."""
     monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")
