@@ -59,6 +59,8 @@ ENCODER_NAMES = (
     "projector", "projection", "connector", "merger", "aligner", "multi_modal", "mm_", "resampler",
 )  # fmt: skip
 """Names in checkpoints of the parts that compute encoder outputs."""
+_TOWER_MODELS = ("text_model_id", "audio_model_id")
+"""Fields of Ultravox' configuration: other models, of which vLLM loads the weights, too."""
 _ENCODE_METHOD = "embed_multimodal"
 """The method that vLLM calls to encode media, since 0.12."""
 _DIRECTORY = Path("/dev/shm")
@@ -125,19 +127,27 @@ def weights_source(vllm_config: Any, weights_version: str) -> WeightsSource:
             unknown=f"--load-format {format_of(load)} reads weights from outside the model's folder"
         )
     other = str(getattr(model, "model_weights", None) or "")
+    towers = [str(value) for name in _TOWER_MODELS if (value := _field(model, name))]
     commit = hub.commit_of(model, load)
-    if commit and not other:
+    if commit and not other and not towers:
         return WeightsSource(f"commit {commit}")
     if other and not Path(other).exists():
         return WeightsSource(unknown="--model-weights names no folder on this host")
-    files = tuple(_files_of(str(model.model)))
-    if other:  # the loader decides which of the two it reads
-        files += tuple(_files_of(other))
+    if not all(Path(tower).is_dir() for tower in towers):
+        return WeightsSource(
+            unknown=f"{' or '.join(_TOWER_MODELS)} of the model names weights of another repository"
+        )
+    folders = [str(model.model), *([other] if other else []), *towers]
+    files = tuple(file for folder in folders for file in _files_of(folder))
     if files:
         return WeightsSource(files=files)
     if format_of(load) not in CHECKPOINT_FORMATS:
         return WeightsSource()
     return WeightsSource(unknown="neither a commit nor a weight file of the model was found")
+
+
+def _field(model: Any, name: str) -> Any:
+    return getattr(getattr(model, "hf_config", None), name, None)
 
 
 def format_of(load_config: Any) -> str:

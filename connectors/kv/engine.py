@@ -215,13 +215,20 @@ def _positions(model: Any) -> str:
     # One for all layers, or one for each kind of layer, by its name.
     each = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
     kinds = {values.get("rope_type", values.get("type", "")) for values in each}
-    return "" if kinds.isdisjoint(_GROWING_ROPES) else str(model.max_model_len)
+    return "" if kinds.isdisjoint(_GROWING_ROPES) else str(_longest_prompt(model))
+
+
+def _longest_prompt(model: Any) -> int:
+    """As the model's layers were built for it: with `--max-model-len auto`, vLLM then lowers it to
+    what fits the cache."""
+    is_auto = getattr(model, "original_max_model_len", None) == -1
+    return int(model.get_and_verify_max_len(-1) if is_auto else model.max_model_len)
 
 
 def _is_tuned(model: Any) -> bool:
     """As vLLM decides it (`Llama4ForCausalLM`), when it loads the model."""
     chosen = model.try_get_generation_config() | (model.override_generation_config or {})
-    return bool(chosen.get("attn_temperature_tuning", model.max_model_len > _TUNED_TOKENS))
+    return bool(chosen.get("attn_temperature_tuning", _longest_prompt(model) > _TUNED_TOKENS))
 
 
 def _speculation(vllm_config: Any) -> str:

@@ -3,8 +3,8 @@
 Any process of this host can connect to a loopback address. The kernel knows the user of each of its
 sockets, and tells that of one by its ends (`sock_diag(7)`), however many there are. Before Linux
 6.9 it answers one such question of the whole machine after the other, and any process can keep it
-busy with its own. So it is asked on a thread, once at a time; while an answer takes longer than
-ASK_SECONDS, nobody waits for it.
+busy with its own. So it is asked on a thread, once at a time; WAITING_MAX requests wait for that,
+ASK_SECONDS each.
 """
 
 import asyncio
@@ -33,6 +33,8 @@ _INET_DIAG_MSG: Final = struct.Struct("=4x48xIIIII")  # expires, two queues, use
 ANSWER_BYTES_MAX: Final = 8192
 ASK_SECONDS: Final = 0.5
 """An answer takes 0.3 ms."""
+WAITING_MAX: Final = 4
+"""A request that waits takes one of the process' places for connections."""
 
 
 Ends = tuple[tuple[str, int], tuple[str, int]]
@@ -43,8 +45,7 @@ class Users:
 
     def __init__(self) -> None:
         self._asking: asyncio.Future[int | None] | None = None
-        self._until = 0.0
-        """It is waited for so long, by the loop's clock."""
+        self._waiting = 0
 
     async def user_of(self, scope: Scope) -> str:
         """The user of the process that connected, if it is one of this host, else its address; that
@@ -52,31 +53,41 @@ class Users:
         client, server = scope.get("client"), scope.get("server")
         if not client or not server or server[1] is None:
             return "unknown"
-        user = await self._ask((tuple(client), tuple(server)))
+        user = None
+        if self._waiting < WAITING_MAX:
+            self._waiting += 1
+            try:
+                async with asyncio.timeout(ASK_SECONDS):
+                    user = await self._ask((tuple(client), tuple(server)))
+            except TimeoutError:
+                pass
+            finally:
+                self._waiting -= 1
         if user is not None:
             return f"user {user}"
         return "unknown" if is_loopback(client[0]) else str(client[0])
 
     async def _ask(self, ends: Ends) -> int | None:
-        loop = asyncio.get_running_loop()
         while self._asking is not None and not self._asking.done():
-            await asyncio.wait([self._asking], timeout=max(0.0, self._until - loop.time()))
-            if loop.time() >= self._until and not self._asking.done():
-                return None
+            await asyncio.wait([self._asking])
+        loop = asyncio.get_running_loop()
         asking: asyncio.Future[int | None] = loop.create_future()
-        self._asking, self._until = asking, loop.time() + ASK_SECONDS
+        self._asking = asking
 
         def ask() -> None:
-            user = _user_between(*ends)
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(asking.set_result, user)
+            user = None
+            try:
+                user = _user_between(*ends)
+            finally:
+                with suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(asking.set_result, user)
 
         try:
             threading.Thread(target=ask, name="lb-user", daemon=True).start()
         except RuntimeError:  # no thread can be started
             asking.set_result(None)
-        await asyncio.wait([asking], timeout=ASK_SECONDS)
-        return asking.result() if asking.done() else None
+        await asyncio.wait([asking])
+        return asking.result()
 
 
 def _user_between(client: tuple[str, int], server: tuple[str, int]) -> int | None:

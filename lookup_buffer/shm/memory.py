@@ -149,7 +149,7 @@ def check_memfd(fd: int, *, most_bytes: int) -> int:
             f"shared memory of {nbytes} bytes; allowed: 1 to {most_bytes} bytes, sealed in size "
             "and against other writers"
         )
-    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE not in (os.O_RDONLY, os.O_RDWR):
         raise ProtocolError("shared memory that cannot be read")
     if _file_system(fd) != _TMPFS:
         raise ProtocolError("shared memory of huge pages; allowed: a memfd of ordinary pages")

@@ -116,6 +116,30 @@ def test_how_llama_4_scales_attention_counts(monkeypatch: pytest.MonkeyPatch) ->
     assert tuned(32768, {name: True}, {}) == on
 
 
+@pytest.mark.parametrize(
+    "text", [{"rope_parameters": {"rope_type": "longrope"}}, {"model_type": "llama4_text"}]
+)
+def test_a_longest_prompt_that_vllm_lowers_counts_as_the_layers_have_it(
+    text: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `--max-model-len auto`: to what fits the cache, after it has built the layers."""
+    monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")
+
+    def positions(longest: int, original: int) -> str:
+        def choose(made: Any) -> None:
+            model = made.model_config
+            model.hf_text_config = SimpleNamespace(**text)
+            model.max_model_len, model.original_max_model_len = longest, original
+            model.get_and_verify_max_len = lambda _: 131072
+            model.try_get_generation_config = dict
+            model.override_generation_config = {}
+
+        return parts(choose)["positions"]
+
+    assert positions(4096, -1) == positions(131072, 131072)
+    assert positions(4096, -1) != positions(4096, 4096)
+
+
 def test_backends_with_pages_of_their_own_are_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two heads a rank, pages of both kinds have one shape, and K and V are elsewhere."""
     monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")

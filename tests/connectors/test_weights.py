@@ -118,6 +118,22 @@ def test_weights_beside_the_model_count(tmp_path: Path) -> None:
     assert len(source.files) == 4
 
 
+def test_the_weights_of_towers_elsewhere_count(engines: Namings, tmp_path: Path) -> None:
+    """As Ultravox has them: only their names counted, in the model's configuration."""
+    model, tower = checkpoint(tmp_path / "model"), checkpoint(tmp_path / "tower")
+    made = config(model)
+    found = []
+    for content in (b"one", b"two"):
+        (tower / "model.safetensors").write_bytes(content)
+        made.model_config.hf_config.text_model_id = str(tower)
+        found.append(when_settled(engines.start(weights_source(made, ""))))
+    assert found[0] is not None
+    assert found[0] != found[1]
+    made.model_config.hf_config.text_model_id = "org/of-a-hub"
+    assert "another repository" in weights_source(made, "").unknown
+    assert weights_source(made, "v1").version == "v1"
+
+
 def test_given_a_version_no_file_is_read(tmp_path: Path) -> None:
     source = weights_source(config(checkpoint(tmp_path / "model")), "v7")
     assert (source.version, source.files, source.unknown) == ("v7", (), "")

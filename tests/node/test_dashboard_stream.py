@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lookup_buffer.dashboard import app, feed
+from lookup_buffer.dashboard import app, feed, users
 from lookup_buffer.dashboard.feed import (
     HISTORY_SECONDS,
     QUESTIONS_MAX,
@@ -195,7 +195,11 @@ def test_a_sample_is_for_all_pages(talking: Callable[..., Listener]) -> None:
     assert Talker.made == 1
 
 
-def test_pages_that_are_opened_at_once_are_bounded(talking: Callable[..., Listener]) -> None:
+def test_pages_that_are_opened_at_once_are_bounded(
+    talking: Callable[..., Listener], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(users, "ASK_SECONDS", 60.0)  # so all are of one user
+    monkeypatch.setattr(users, "WAITING_MAX", 60)
     server = talking()
     with ExitStack() as stack:
         opened = []

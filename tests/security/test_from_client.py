@@ -345,10 +345,11 @@ def test_sparse_areas_of_many_connections_cost_nothing(node: NodeProcess) -> Non
     assert resident_bytes(node) - before < 8 * MIB
 
 
-def test_an_area_that_cannot_be_read_is_refused(node: NodeProcess) -> None:
+@pytest.mark.parametrize("mode", [os.O_WRONLY, os.O_WRONLY | os.O_RDWR], ids=["written", "none"])
+def test_an_area_that_cannot_be_read_is_refused(node: NodeProcess, mode: int) -> None:
     """Each insert from it was logged as a bug of the node."""
     area = memfd(MIB, filled_bytes=MIB)
-    descriptor = os.open(f"/proc/self/fd/{area}", os.O_WRONLY)
+    descriptor = os.open(f"/proc/self/fd/{area}", mode)
     with raw(node) as client:
         client.send(messages.Stage(1), [descriptor])
         assert client.ended()

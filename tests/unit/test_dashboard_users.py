@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lookup_buffer.dashboard import users
-from lookup_buffer.dashboard.users import ASK_SECONDS, Users
+from lookup_buffer.dashboard.users import ASK_SECONDS, WAITING_MAX, Users
 from patience import scaled
 
 MINE = f"user {os.geteuid()}"
@@ -100,8 +100,11 @@ def test_while_the_kernel_does_not_answer_nobody_waits_long(
     async def test(accepted: socket.socket) -> None:
         found, began = Users(), time.monotonic()
         scope = scope_of(accepted)
-        assert await asyncio.gather(*(found.user_of(scope) for _ in range(5))) == ["unknown"] * 5
+        questions = [asyncio.create_task(found.user_of(scope)) for _ in range(WAITING_MAX)]
+        await asyncio.sleep(0)
         assert await found.user_of(scope) == "unknown"
+        assert not any(question.done() for question in questions), "one more does not wait"
+        assert await asyncio.gather(*questions) == ["unknown"] * WAITING_MAX
         assert time.monotonic() - began < ASK_SECONDS + scaled(1.0)
         assert len(asked) == 1
         over.set()
