@@ -4,6 +4,9 @@ import asyncio
 import os
 import threading
 
+import pytest
+
+from lookup_buffer.node import turns
 from lookup_buffer.node.insert import COPIERS
 from test_insert import NAMESPACE, STAGED_BYTES, Client, Node
 
@@ -63,7 +66,11 @@ class Closed:
         self.descriptors += descriptors
 
 
-def test_an_insert_whose_connection_has_ended_counts_and_keeps_its_area_meanwhile() -> None:
+def test_an_insert_whose_connection_has_ended_counts_and_keeps_its_area_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turns, "TURN_SECONDS", 60.0)  # each is begun before its connection ends
+
     async def test() -> None:
         node, closed = Node(16 << 20), Closed()
         node.inserts.closer = closed  # type: ignore[assignment]
