@@ -292,6 +292,22 @@ def test_a_foreign_key_does_not_block_the_others(
     assert len(bench.dirty) == 0
 
 
+def test_writes_that_a_garbled_reply_ends_are_repeated(bench: Bench) -> None:
+    """The reply is what nobody expects, so the error is none of the store's."""
+
+    class Garbled(MemoryStore):
+        def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
+            raise ValueError("no outcome")
+
+    for n in range(10):
+        bench.insert(f"k{n}")
+    with pytest.raises(ValueError, match="no outcome"):
+        at_once(bench.registrar.write(awaited(Garbled())))
+    assert len(bench.dirty) == 10
+    bench.write()
+    assert all(bench.held_by(f"k{n}") for n in range(10))
+
+
 def test_failed_writes_are_repeated_when_the_store_is_back(bench: Bench) -> None:
     gone = MemoryStore()
     gone.close()
