@@ -127,7 +127,8 @@ def weights_source(vllm_config: Any, weights_version: str) -> WeightsSource:
             unknown=f"--load-format {format_of(load)} reads weights from outside the model's folder"
         )
     other = str(getattr(model, "model_weights", None) or "")
-    towers = [str(value) for name in _TOWER_MODELS if (value := _field(model, name))]
+    fields = getattr(model, "hf_config", None)
+    towers = [str(tower) for name in _TOWER_MODELS if (tower := getattr(fields, name, None))]
     commit = hub.commit_of(model, load)
     if commit and not other and not towers:
         return WeightsSource(f"commit {commit}")
@@ -144,10 +145,6 @@ def weights_source(vllm_config: Any, weights_version: str) -> WeightsSource:
     if format_of(load) not in CHECKPOINT_FORMATS:
         return WeightsSource()
     return WeightsSource(unknown="neither a commit nor a weight file of the model was found")
-
-
-def _field(model: Any, name: str) -> Any:
-    return getattr(getattr(model, "hf_config", None), name, None)
 
 
 def format_of(load_config: Any) -> str:

@@ -37,13 +37,12 @@ class ChunkChain:
         lora = getattr(request, "lora_request", None)
         # Also of what is not shared: vLLM keeps its outputs.
         digest = "" if lora is None else adapters.digest_of(lora)
-        if getattr(request, "prompt_embeds", None) is not None:
+        features = request.mm_features or ()
+        is_embedded = any(feature.modality == "prompt_embeds" for feature in features)
+        if is_embedded or getattr(request, "prompt_embeds", None) is not None:
             raise NotShareable("prompt_embeds")
         if getattr(request, "resumable", False):  # its media are not known yet
             raise NotShareable("session")
-        features = request.mm_features or ()
-        if any(feature.modality == "prompt_embeds" for feature in features):
-            raise NotShareable("prompt_embeds")
         self._tokens = chunk_tokens
         self._media = [
             (
