@@ -108,8 +108,9 @@ class BufferConfig(BaseModel):
     store_opentelemetry: bool = False
     """Record redis-py's OpenTelemetry metrics of the node's connections to the store. Where they go
     is said by OpenTelemetry's own variables, as OTEL_EXPORTER_OTLP_ENDPOINT."""
-    mirror: bool = True
-    """Keep a mirror of the store's records, updated by its push messages; off: query it always."""
+    mirror: bool | None = None
+    """Keep a mirror of the store's records, updated by its push messages; off: query it always.
+    None: on, except with `read_only`, whose user of the store may not track keys."""
     capacity_bytes: Bytes = Field(default=4 * GIB, ge=1 << 20)
     """Size of the arena: a number of bytes, or a size like `8GiB`."""
     node_socket: Path | None = None
@@ -354,6 +355,11 @@ class BufferConfig(BaseModel):
             settings[name] = read_secret(file, f"the file of setting '{name}_file'")
         checked: SecretStr | None = getattr(BufferConfig.of(settings), name)
         return checked.get_secret_value() if checked else None
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether to keep a mirror, if the store has one."""
+        return not self.read_only if self.mirror is None else self.mirror
 
     def tls_files(self) -> TlsFiles | None:
         """None: `listen` is not a tls:// address."""

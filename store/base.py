@@ -531,13 +531,14 @@ class Inspection(ABC):
     """Checks of the servers behind a store. Errors are those of MetadataStore."""
 
     @abstractmethod
-    async def refused(self, *, read_only: bool = False) -> Refused | None:
+    async def refused(self, *, read_only: bool = False, mirrored: bool = True) -> Refused | None:
         """The commands of a node that the servers deny by ACL or do not know; None if all are
-        allowed. `read_only`: only those of a node that writes nothing."""
+        allowed. `read_only`: only those of a node that writes nothing; not `mirrored`: of one
+        without a mirror."""
 
     @abstractmethod
-    async def allowed_writes(self) -> Sequence[str]:
-        """The writing commands of a node that all servers allow."""
+    async def allowed_beyond_reads(self, *, mirrored: bool) -> Sequence[str]:
+        """The commands that all servers allow and that a node that only reads does not need."""
 
     @abstractmethod
     async def clock_ahead_seconds(self) -> float | None:

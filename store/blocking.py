@@ -361,7 +361,7 @@ class BlockingInspection(Blocking):
     """Inspection for threads and commands."""
 
     refused = blocking(Inspection.refused)
-    allowed_writes = blocking(Inspection.allowed_writes)
+    allowed_beyond_reads = blocking(Inspection.allowed_beyond_reads)
     clock_ahead_seconds = blocking(Inspection.clock_ahead_seconds)
     foreign_nodes = blocking(Inspection.foreign_nodes)
     examine_records = blocking(Inspection.examine_records)

@@ -19,9 +19,10 @@ from redis.asyncio.connection import (
     UnixDomainSocketConnection,
 )
 from redis.credentials import CredentialProvider
+from redis.exceptions import ResponseError
 
 from store.credentials import ProviderLogin
-from store.replies import Reply, pack, read_replies
+from store.replies import REFUSALS, Reply, code_of, pack, read_replies
 from store.tls import TlsContexts
 from store.url_options import CLIENT_NAME, CONNECTIONS_MAX
 
@@ -136,8 +137,10 @@ class Access:
                 await connection.on_connect_check_health(check_health=False)
                 await connection.send_packed_command(greeting, check_health=False)
                 _, info = await read_replies(connection, 2)
-            except BaseException:
+            except BaseException as error:
                 await connection.disconnect(nowait=True)
+                if isinstance(error, REFUSALS):
+                    raise _without_secrets(error) from None
                 raise
             logged_in(_run_id(info))
 
@@ -189,6 +192,13 @@ class _TlsConnection(SSLConnection):
 def connection_name(*parts: str) -> str:
     """A name that CLIENT SETNAME takes, of the parts that are not empty."""
     return _NOT_IN_NAMES.sub("_", ":".join(filter(None, parts)))[:_NAME_CHARACTERS_MAX]
+
+
+def _without_secrets(refusal: Exception) -> ResponseError:
+    """A server that lacks HELLO or AUTH quotes the password in its reply."""
+    unknown = "unknown command" in str(refusal).lower()
+    reason = "unknown command at the login" if unknown else "the login is refused"
+    return ResponseError(f"{code_of(refusal) or 'ERR'} {reason}")
 
 
 def _run_id(info: Reply) -> str:

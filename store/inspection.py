@@ -68,26 +68,28 @@ class RedisInspection(Inspection):
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    async def refused(self, *, read_only: bool = False) -> Refused | None:
-        probes = tuple(one for one in PROBES if not read_only or one[0] in _READS)
+    async def refused(self, *, read_only: bool = False, mirrored: bool = True) -> Refused | None:
+        probes = [one for one in PROBES if not read_only or one[0] in _READS]
+        tracking = [TRACK] if mirrored else []
         reasons: dict[str, str] = {}
         topology = self._client.topology
         for server in await topology.servers(topology.new_budget()):
-            replies = [*await server.exchange(probes), await _try_tracking(server)]
-            for command, reply in zip((*probes, TRACK), replies, strict=True):
+            replies = [*await server.exchange(probes)]
+            replies += [await _try_tracking(server) for _ in tracking]
+            for command, reply in zip(probes + tracking, replies, strict=True):
                 # Other errors are ignored: another server of a cluster holds that key, or a full
                 # server refuses to write.
                 if isinstance(reply, REFUSALS) and (
                     code_of(reply) == "NOPERM" or "unknown" in str(reply).lower()
                 ):
-                    name = "CLIENT TRACKING" if command is TRACK else str(command[0])
-                    reasons.setdefault(name, text_of(reply))
+                    reasons.setdefault(_name(command), text_of(reply))
         return Refused(tuple(reasons), next(iter(reasons.values()))) if reasons else None
 
-    async def allowed_writes(self) -> Sequence[str]:
+    async def allowed_beyond_reads(self, *, mirrored: bool) -> Sequence[str]:
         refused = await self.refused()
-        names = dict.fromkeys(str(probe[0]) for probe in PROBES)
-        denied = {*_READS, *(refused.commands if refused else ())}
+        names = dict.fromkeys(map(_name, (*PROBES, TRACK)))
+        needed = {*_READS, _name(TRACK)} if mirrored else _READS
+        denied = {*needed, *(refused.commands if refused else ())}
         return [name for name in names if name not in denied]
 
     async def clock_ahead_seconds(self) -> float | None:
@@ -127,6 +129,10 @@ class RedisInspection(Inspection):
             if looked_at >= limit:
                 break
         return Examined(looked_at, unreadable)
+
+
+def _name(command: Command) -> str:
+    return "CLIENT TRACKING" if command is TRACK else str(command[0])
 
 
 async def _try_tracking(server: Server) -> Reply:

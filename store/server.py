@@ -217,8 +217,7 @@ class Server:
         if isinstance(error, StoreError):
             return error
         name = f"store {self.endpoint}"
-        if isinstance(error, REFUSALS):
-            # Of the login. A server that lacks HELLO or AUTH quotes the password in its error.
+        if isinstance(error, REFUSALS):  # of the login
             why = f"{name} refuses the login: {code_of(error) or 'ERR'}"
             source = self.access.credentials
             return StoreRefused(why if source is None else f"{why}; {source}")

@@ -1,9 +1,10 @@
 """Waits of requests that carry only an item's metadata and need it from another engine.
 
 The node gets one prefetch with a wait and reports when the item is published and on this host.
-Until then a pass costs a dictionary lookup. After `metadata_wait_seconds` the request waits on only
-while another engine holds the claim for an item. `EcGate` calls this on vLLM's scheduler thread;
-only `wait` waits.
+Until then a pass costs a dictionary lookup. An item that is there, and waits for space in the
+budget of pins, is charged to it before it is prefetched: all that wait pin no more than the budget.
+After `metadata_wait_seconds` the request waits on only while another engine holds the claim for an
+item. `EcGate` calls this on vLLM's scheduler thread; only `wait` waits.
 """
 
 import time
@@ -15,7 +16,7 @@ from connectors.ec.claims import EcClaims, RequestClaims
 from connectors.ec.items import Pin, PinTable
 from connectors.ec.watch import RequestItem, RequestState
 from connectors.identifiers import ItemPayload
-from lookup_buffer.client.handles import PrefetchHandle, PrefetchState
+from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.protocol.messages import ClaimOutcome
 
@@ -71,10 +72,12 @@ class _Wait:
     """No check is needed before, unless an answer arrives."""
     next_prefetch_at: float = 0.0
     items: dict[str, RequestItem] = field(default_factory=dict)
-    handles: dict[str, PrefetchHandle] = field(default_factory=dict)
-    """Prefetches in flight for `items`, by identifier."""
+    in_flight: dict[str, Pin] = field(default_factory=dict)
+    """Prefetches for `items`, by identifier."""
     reason: MaybeMissed = ""
     """Why the last item did not arrive."""
+    lacks_space: bool = False
+    """Whether an item was there, and the budget or the node had no space for it."""
     claims: RequestClaims | None = None
     """Query for the holders of the items' claims, made when the deadline passes."""
     answer_deadline: float = 0.0
@@ -113,14 +116,14 @@ class MetadataWaits:
         handle = wait.claims.handle if wait.claims is not None else None
         if handle is not None and handle.state is not ClaimOutcome.PENDING:
             return False
-        return all(one.state is PrefetchState.PENDING for one in wait.handles.values())
+        return all(pin.handle.state is PrefetchState.PENDING for pin in wait.in_flight.values())
 
     def wait(self, request_id: str, timeout: float) -> bool:
         """Wait for the node, at most `timeout` seconds. Returns whether `check` has something new
         to look at."""
         wait = self._waits[request_id]
         awaited = wait.claims.handle if wait.claims is not None else None
-        for handle in (awaited, *wait.handles.values()):
+        for handle in (awaited, *(pin.handle for pin in wait.in_flight.values())):
             if handle is not None:
                 handle.wait(timeout)
                 break
@@ -131,24 +134,33 @@ class MetadataWaits:
         wait = self._waits.get(state.request_id)
         if wait is None:
             return
-        settled = [n for n, one in wait.handles.items() if one.state is not PrefetchState.PENDING]
-        for identifier in settled:
+        settled = [
+            pin for pin in wait.in_flight.values() if pin.handle.state is not PrefetchState.PENDING
+        ]
+        if settled:
             wait.next_check_at = 0.0  # `EcGate` may return before it calls `check`
-            handle, item = wait.handles.pop(identifier), wait.items.get(identifier)
+            wait.lacks_space = False
+        for pin in settled:
+            del wait.in_flight[pin.identifier]
+            item = wait.items.get(pin.identifier)
             if item is None:  # it arrived by another prefetch
-                self._buffer.release(handle)
+                self._pins.release(pin)
                 continue
-            wait.reason = self._pin(state, item, handle)
+            wait.reason = self._pin(state, item, pin)
             if wait.reason and wait.reason in PERMANENT:
                 wait.failed = _unavailable([item], wait.reason)
             if wait.reason == MissReason.NO_ROOM:
+                wait.lacks_space = True
                 self._drop_partial_pins(state)
             if not wait.reason:
                 wait.stored = 0
 
     def check(self, state: RequestState, lacking: Sequence[RequestItem]) -> Unavailable | None:
         """Return why a request that lacks these items fails, or None while it waits."""
-        wait, now = self._waits.setdefault(state.request_id, _Wait()), self._clock()
+        wait, now = self._waits.get(state.request_id), self._clock()
+        if wait is None:
+            wait = self._waits[state.request_id] = _Wait(lacks_space=state.over_budget)
+            wait.reason = MissReason.NO_ROOM if state.over_budget else ""
         if wait.since is None:
             left = max(0.0, self._wait_seconds - wait.waited_seconds)
             wait.since, wait.deadline = now, now + left
@@ -182,30 +194,44 @@ class MetadataWaits:
 
     def _prefetch(self, wait: _Wait, now: float) -> None:
         """Prefetch lacking items that are not in flight."""
-        new = [item for name, item in wait.items.items() if name not in wait.handles]
-        if new and now < wait.next_prefetch_at:
-            wait.next_check_at = min(wait.next_check_at, wait.next_prefetch_at)
-        elif new:
+        new = [item for name, item in wait.items.items() if name not in wait.in_flight]
+        if not new:
+            return
+        if now >= wait.next_prefetch_at:
             wait.next_prefetch_at = now + LOOKUP_INTERVAL_SECONDS
-            keys = [item.key for item in new]
-            handles = self._buffer.prefetch(keys, wait_seconds=NODE_WAIT_SECONDS)
-            wait.handles.update(zip([item.identifier for item in new], handles, strict=True))
+            sizes = self._charges(wait, new)
+            if not wait.lacks_space or self._pins.has_space(sum(sizes)):
+                keys = [item.key for item in new]
+                wait_seconds = 0.0 if wait.lacks_space else NODE_WAIT_SECONDS
+                handles = self._buffer.prefetch(keys, wait_seconds=wait_seconds)
+                for item, nbytes, handle in zip(new, sizes, handles, strict=True):
+                    pin = wait.in_flight[item.identifier] = Pin(item.identifier, handle, nbytes)
+                    self._pins.charge(pin)
+                return
+        wait.next_check_at = min(wait.next_check_at, wait.next_prefetch_at)
 
-    def _pin(self, state: RequestState, item: RequestItem, handle: PrefetchHandle) -> MaybeMissed:
+    def _charges(self, wait: _Wait, items: Sequence[RequestItem]) -> list[int]:
+        """What prefetches of these items count against the budget until they are settled. Nobody
+        may ever store what is only waited for; it is charged when it arrives."""
+        most = self._pins.budget_bytes // max(1, len(items)) if wait.lacks_space else 0
+        return [min(most, self._pins.estimated_bytes(item.num_embeds)) for item in items]
+
+    def _pin(self, state: RequestState, item: RequestItem, pin: Pin) -> MaybeMissed:
         """Pin what arrived for the request, or return the reason why it cannot be used."""
-        order, name = handle.order, item.identifier
+        order, name = pin.handle.order, item.identifier
         self._pins.discard_other(name, item.key)
-        pin = Pin(name, handle, 0 if order is None else order.nbytes)
+        self._pins.discharge(pin)
+        pin.nbytes = 0 if order is None else order.nbytes
         pin.modalities.add(item.modality)
         shared = self._pins.get(name)
         reason = self._pins.misfit_reason(pin, item.num_embeds, any_float=True)
         if not reason and shared is not None and self._pins.is_resident(shared):
-            self._buffer.release(handle)
+            self._buffer.release(pin.handle)
             pin = shared
         elif not reason and self._pins.has_space(pin.nbytes):
             self._pins.add(pin)
         else:
-            self._buffer.release(handle)
+            self._buffer.release(pin.handle)
             fits = pin.nbytes <= self._pins.budget_bytes
             return reason or (MissReason.NO_ROOM if fits else MissReason.OVER_BUDGET)
         pin.wanted_by.add(state.request_id)
@@ -256,9 +282,9 @@ class MetadataWaits:
             self._claims.end_query(request_id, claims)
 
     def _give_up(self, request_id: str, wait: _Wait) -> None:
-        for handle in wait.handles.values():
-            self._buffer.release(handle)
-        wait.handles.clear()
+        for pin in wait.in_flight.values():
+            self._pins.release(pin)
+        wait.in_flight.clear()
         self._end_query(request_id, wait)
 
 

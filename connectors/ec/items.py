@@ -115,6 +115,14 @@ class PinTable:
         """Estimated size of an item with so many rows, from the last items that arrived."""
         return rows * self._row_bytes
 
+    def charge(self, pin: Pin) -> None:
+        """Count a pin against the budget that is in none of the states yet. `release` ends that."""
+        self.held_bytes += pin.nbytes
+
+    def discharge(self, pin: Pin) -> None:
+        """No longer count a pin that was charged. It stays with the node."""
+        self.held_bytes -= pin.nbytes
+
     def record_size(self, rows: int, nbytes: int) -> None:
         """An item with so many rows and bytes has arrived."""
         self._row_bytes = max(1, nbytes // max(1, rows))
@@ -187,7 +195,7 @@ class PinTable:
             pin.wanted_by |= failed.wanted_by
             self.discard(pin.identifier)
         self._waiting[pin.identifier] = pin
-        self.held_bytes += pin.nbytes
+        self.charge(pin)
 
     def drop(self, identifier: str, request_id: str) -> None:
         """The request no longer needs the item. After the last one the pin is released."""
@@ -221,7 +229,7 @@ class PinTable:
 
     def promise_now(self, pin: Pin) -> None:
         """As `promise`, for a pin that no request waits for. It ends with the pass."""
-        self.held_bytes += pin.nbytes
+        self.charge(pin)
         self.promise(pin)
 
     def take(self, identifier: str) -> Pin | None:
@@ -255,7 +263,7 @@ class PinTable:
 
     def release(self, pin: Pin) -> None:
         """Release a pin that is in none of the states any more."""
-        self.held_bytes -= pin.nbytes
+        self.discharge(pin)
         self._buffer.release(pin.handle)
 
     def release_all(self) -> None:

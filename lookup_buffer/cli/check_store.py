@@ -135,7 +135,7 @@ def _usable_store_checks(config: "BufferConfig", store: BlockingStore) -> Iterat
             return
     if inspection is None:
         return
-    rights = rights_check(inspection, read_only=config.read_only)
+    rights = rights_check(inspection, read_only=config.read_only, mirrored=config.mirrored)
     yield rights
     if info is not None and rights.verdict is not Verdict.FAIL:
         yield policy_check(info)
@@ -182,13 +182,14 @@ def version_tuple(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def rights_check(inspection: "BlockingInspection", *, read_only: bool) -> Check:
+def rights_check(inspection: "BlockingInspection", *, read_only: bool, mirrored: bool) -> Check:
     """Whether the server allows all commands that a node needs; and one that only reads no more."""
-    refused = inspection.refused(read_only=read_only)
-    if refused is None and read_only and (writes := inspection.allowed_writes()):
+    refused = inspection.refused(read_only=read_only, mirrored=mirrored)
+    more = inspection.allowed_beyond_reads(mirrored=mirrored) if read_only else ()
+    if refused is None and more:
         return warn(
             "store rights",
-            f"'read_only' is set, and the user may write, too: {', '.join(writes)}",
+            f"'read_only' is set, and the user may do more than read: {', '.join(more)}",
             "give it the user for nodes that only read in docs/redis-keys.md",
         )
     if refused is None:

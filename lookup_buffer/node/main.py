@@ -208,7 +208,7 @@ class Node:
         self._directory = directory = Directory(identity.node)
         self._remote_index = RemoteIndex()
         self._lacks_mirror = not self._storage.has_mirror()
-        mirrored = config.mirror and not self._lacks_mirror
+        mirrored = config.mirrored and not self._lacks_mirror
         self._locator = Locator(loop, self._storage, directory, self._remote_index, mirrored)
         self._reachability = Reachability(loop, identity, directory, credentials, counters)
         self._fetcher = Fetcher(loop, arena, counters, credentials)
@@ -261,7 +261,7 @@ class Node:
         _allow_descriptors()
         if not IS_ORDERED:
             _log.warning("lookup buffer: %s", WITHOUT_ORDER)
-        if self._config.mirror and self._lacks_mirror:
+        if self._config.mirrored and self._lacks_mirror:
             _log.info("this store has no mirror: it is called for each look-up")
         sys.setswitchinterval(SWITCH_SECONDS)
         gc.set_threshold(*GARBAGE_THRESHOLDS)

@@ -271,6 +271,41 @@ def test_requests_with_some_of_their_items_leave_space_for_each_other() -> None:
     assert not left, "they pass before their time limit"
 
 
+@pytest.mark.parametrize("first", ["stored", "published later"])
+def test_requests_that_wait_for_space_pin_no_more_than_the_budget(first: str) -> None:
+    """By more metadata alone than vLLM has room for, a client had all of their items pinned in each
+    second pass, beside the budget, and so kept other engines of the host out."""
+    fits, names = 2, [f"item-{number}" for number in range(20)]
+    bench = Bench(prefetch_bytes=fits * EMBEDS * EMBED_BYTES, fetch_wait_seconds=0.5)
+    requests = [make_request(f"of-{name}", name, metadata_only=True) for name in names]
+    most = 0
+    if first == "stored":
+        for name in names:
+            bench.store(name)
+    for step in range(200):
+        if step == 10:
+            for name in names:
+                bench.store(name)
+        passed = [request for request in requests if bench.ensure(request)]
+        if step not in (10, 11):  # what waits without bytes is pinned when it is published
+            most = max(most, len(bench.buffer.pinned))
+        bench.build()
+        bench.clock.now += 0.02
+    assert most == len(passed) == fits
+    assert not bench.scheduler.gate.take_unavailable_requests()
+    bench.build(finished=[request.request_id for request in passed])
+    others = [request for request in requests if request not in passed]
+    for _ in range(20):
+        passed = [request for request in others if bench.ensure(request)]
+        assert len(bench.buffer.pinned) <= fits
+        bench.build()
+        bench.clock.now += 0.02
+    assert len(passed) == fits, "others take their space"
+    bench.build(finished=[request.request_id for request in others])
+    assert bench.scheduler.pins.held_bytes == 0
+    assert not bench.buffer.pinned
+
+
 def test_one_of_two_items_is_no_output_of_the_encoder() -> None:
     bench = Bench()
     request = make_request("r", "A", "B", metadata_only=True)

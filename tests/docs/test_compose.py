@@ -163,7 +163,7 @@ def test_every_mount_exists_and_every_secret_is_made(tmp_path: Path) -> None:
     both = {path.name for path in (tmp_path / "secrets").iterdir()}
     assert {Path(each["file"]).name for each in document(TLS)["secrets"].values()} == both
     assert {mode := path.stat().st_mode & 0o777 for path in (tmp_path / "secrets").iterdir()} == {
-        0o444
+        0o644
     }, mode
     assert (tmp_path / "secrets").stat().st_mode & 0o777 == 0o700
     for name in SERVICES:

@@ -263,8 +263,8 @@ def test_the_password_of_the_store_is_rotated(stack: Stack) -> None:
         assert _said(stack, "node-a", "doctor")[0] == 0
         assert "`ACL SETUSER lookup-buffer <old-password`" in DOCUMENT
         assert _valkey(stack, f"acl setuser lookup-buffer '<{old}'") == "OK"
-        assert "`CLIENT KILL TYPE normal`" in DOCUMENT
-        assert int(_valkey(stack, "client kill type normal")) > 0
+        assert "`CLIENT KILL USER lookup-buffer`" in DOCUMENT
+        assert int(_valkey(stack, "client kill user lookup-buffer")) > 0
         after = TensorKey("after")
         here.insert(after, tensor_of("after", MIB))
         _known(there, before, after)

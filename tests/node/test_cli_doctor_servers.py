@@ -1,7 +1,7 @@
 """`doctor` on servers of every kind: rights, kind and contents."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from servers import (
     command,
     flush,
     free_ports,
+    redis_executable,
     user_rule,
     valkey_executable,
 )
@@ -95,7 +96,7 @@ def test_the_documented_user_of_readers(tls_server: TlsServer, tmp_path: Path) -
     assert checks["store rights"]["verdict"] == "ok"
     checks = examine(0, tls_server.url_of(password=""), tmp_path / "d", **settings)
     assert checks["store rights"]["verdict"] == "warn"
-    assert "the user may write, too" in checks["store rights"]["found"]
+    assert "the user may do more than read" in checks["store rights"]["found"]
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,23 @@ def test_a_server_without_scripting(tmp_path: Path, process: list[ServerProcess]
     assert failed(checks) == ["store rights"]
     assert "refuses EVAL, EVALSHA: ERR unknown command" in checks["store rights"]["found"]
     assert "scripting" in checks["store rights"]["advice"]
+
+
+@pytest.mark.parametrize("executable", [valkey_executable, redis_executable])
+def test_a_server_without_hello_quotes_the_password(
+    executable: Callable[[], str], tmp_path: Path, process: list[ServerProcess]
+) -> None:
+    (port,) = free_ports(1)
+    rights = f"user lookup-buffer on >{PASSWORD} ~* &* +@all"
+    (tmp_path / "conf").write_text(f'rename-command HELLO ""\n{rights}\n')
+    options = [str(tmp_path / "conf"), "--port", str(port), "--bind", "127.0.0.1", *QUIET]
+    process.append(ServerProcess(executable(), tmp_path / "server", port, options))
+    url = f"redis://lookup-buffer@127.0.0.1:{port}"
+    checks = examine(1, url, tmp_path / "d", LOOKUP_BUFFER_STORE_PASSWORD=PASSWORD)
+    assert failed(checks) == ["store rights"]
+    assert "CLIENT TRACKING: ERR unknown command at the login" in checks["store rights"]["found"]
+    assert "without renamed commands" in checks["store rights"]["advice"]
+    assert PASSWORD not in str(checks)
 
 
 # ---- what a server is

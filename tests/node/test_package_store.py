@@ -99,7 +99,7 @@ def test_a_hand_off_is_published_and_taken(node: NodeProcess) -> None:
 
 
 def test_the_log_says_once_that_there_is_no_mirror(node: NodeProcess) -> None:
-    assert node.config.mirror
+    assert node.config.mirrored
     assert node.log_text().count(NO_MIRROR) == 1
 
 

@@ -4,9 +4,10 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Container, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_unt
 from patience import scaled
 from peer_servers import NAMESPACE, TOKEN, WITH_TOKEN, Bench, answered, on_a_loop
 from proxies import Relay
-from servers import StartServer, command, user_rule
+from servers import StartServer, command, redis_executable, user_rule, valkey_executable
 from store import (
     COUNTER_MAX,
     LOCATIONS_MAX,
@@ -51,6 +52,8 @@ from store import (
 from store.record_fields import read_record
 from store.testing.samples import a_mark
 from store.trace import HOTTEST_CHARACTERS_MAX
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @asynccontextmanager
@@ -541,3 +544,29 @@ def test_the_documented_user_can_change_nothing_of_others(valkey_server: Embedde
             assert b"permission" in bytes(answer), (refused, answer)
     finally:
         command(url, "ACL", "DELUSER", user)
+
+
+# -- his password is replaced
+
+
+@pytest.mark.parametrize("executable", [valkey_executable, redis_executable])
+def test_a_connection_that_subscribes_does_not_outlive_its_password(
+    start_server: StartServer, executable: Callable[[], str]
+) -> None:
+    """It is not of the TYPE normal, and may run all commands by RESP3. Ended as docs/operations.md
+    says."""
+    server = start_server(executable=executable())
+    command(server.url, "ACL", "SETUSER", "lookup-buffer", *user_rule("leaked"))
+    with socket.socket(socket.AF_UNIX) as thief, thief.makefile("rb") as replies:
+        thief.settimeout(scaled(5.0))
+        thief.connect(server.url.removeprefix("unix://"))
+        thief.sendall(b"HELLO 3 AUTH lookup-buffer leaked\r\nSUBSCRIBE lb:pipe:x\r\n")
+        thief.sendall(b"SET lb:rec:forged x\r\n")
+        while (line := replies.readline()) != b"+OK\r\n":
+            assert line, "the control: he is logged in"
+        command(server.url, "ACL", "SETUSER", "lookup-buffer", ">new", "<leaked")
+        steps = (ROOT / "docs/operations.md").read_text()
+        (documented,) = set(re.findall(r"`(CLIENT KILL [^`]+)`", steps))
+        assert command(server.url, *documented.split()) == b":1"
+        with suppress(ConnectionError):
+            assert replies.read() == b""

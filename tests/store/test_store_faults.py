@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,7 +15,17 @@ from pathlib import Path
 import pytest
 
 from patience import scaled
-from servers import StartServer, alive, command, frozen, redis_executable, valkey_executable
+from servers import (
+    QUIET,
+    ServerProcess,
+    StartServer,
+    alive,
+    command,
+    free_port,
+    frozen,
+    redis_executable,
+    valkey_executable,
+)
 from store import (
     BlockingStore,
     BrowsableStore,
@@ -236,6 +247,21 @@ def test_a_wrong_password_is_unavailable_and_not_shown(server: EmbeddedServer) -
                 store.ping()
             shown = f"{caught.value!r} {caught.value.__cause__!r} {store!r}"
             assert "hunter2" not in shown
+
+
+def test_a_server_without_auth_quotes_the_password(tmp_path: Path) -> None:
+    """A program prints what it does not catch, with the error's cause."""
+    port = free_port()
+    without = ["--rename-command", "AUTH", "", "--rename-command", "HELLO", ""]
+    options = ["--port", str(port), "--bind", "127.0.0.1", *without, *QUIET]
+    server = ServerProcess(valkey_executable(), tmp_path / "server", port, options)
+    try:
+        refused = pytest.raises(StoreUnavailable, match="refuses the login: ERR")
+        with open_store(f"redis://:hunter2@127.0.0.1:{port}") as store, refused as caught:
+            store.ping()
+        assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+    finally:
+        server.kill()
 
 
 def test_a_user_without_rights_is_unavailable(server: EmbeddedServer) -> None:
