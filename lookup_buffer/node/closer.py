@@ -1,38 +1,38 @@
-"""Closes on threads what may block its closer: descriptors that clients passed.
+"""Closes descriptors that clients passed, which can block who closes them.
 
-A client may pass anything that it can open. The close of a socket that lingers, or of a file of a
-file system whose server is stopped, takes as long as its owner likes. A descriptor that was sent
-and not received is closed with its socket, so a unix socket is read to its end before. Its other
-end may still have it: it could send for ever, or let a read wait, so the socket is shut down first.
-The threads are daemons: a close that lasts does not delay the end of the node.
+A client may pass anything that it can open. The last close of a socket lasts as long as its owner
+says (`SO_LINGER`), and who still has it can set that at any time; a socket may have others in its
+queue, which are closed with it. No socket lingers when a process exits. So a process of its own
+inherits such descriptors, the node closes them first, and then that process exits. Nothing is
+received from them, for another thread can hold the lock which that takes.
+
+The threads are daemons: a close that lasts, of a file of a file system whose server is stopped,
+does not delay the end of the node.
 """
 
+import fcntl
 import logging
 import os
+import resource
 import socket
 import struct
+import subprocess
+import sys
 import threading
-from collections import deque
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from fcntl import ioctl
 from termios import FIONREAD
 from typing import Final
 
-from lookup_buffer.protocol.sockets import descriptors_in
-
 CLOSERS_MAX: Final = 16
 """Closes that last, at the same time; the others wait."""
-RECEIVED_MAX: Final = 253
-"""Descriptors of one message, by Linux. With room for fewer the kernel would close the others, on
-the thread that receives."""
-READ_BYTES: Final = 64 << 10
-EMPTY_MAX: Final = 1000
-"""Empty messages, more than one socket holds: their end cannot be told from one after the other.
-In a stream there is none."""
-_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(4 * RECEIVED_MAX) + 1024
-"""Also for what a socket may ask for beside: credentials, label, and a pidfd."""
-_NO_LINGER: Final = struct.pack("@ii", 0, 0)
+GATHERING_SECONDS: Final = 0.02
+"""What comes in this time is closed together."""
+SHARE_MAX: Final = 4
+"""One of so many descriptors that the node may open may wait to be closed."""
+_HEIR: Final = (sys.executable, "-ISs", "-c", "import os; os.read(0, 1)")
+"""Exits at the end of its input. A start takes some 15 ms of a processor."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +42,16 @@ class Closer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: deque[int] = deque()
+        self._starting = threading.Lock()
+        self._waiting: list[int] = []
         self._threads = 0
+        self._count = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether too many wait to be closed. With none left to open the kernel drops what a client
+        passes, on the thread that receives."""
+        return self._count > 0 and self._count > _limit() // SHARE_MAX
 
     def close_connection(self, connection: socket.socket) -> None:
         """End a unix socket at once, and close it soon if there are bytes that nobody received.
@@ -56,9 +64,10 @@ class Closer:
             connection.close()
 
     def close(self, descriptors: Sequence[int]) -> None:
-        """Close descriptors, and those that nobody received from them, soon. Never waits."""
+        """Close descriptors, and what nobody received from them, soon. Never waits."""
         with self._lock:
             self._waiting.extend(descriptors)
+            self._count += len(descriptors)
             if not self._waiting or self._threads == CLOSERS_MAX:
                 return
             self._threads += 1
@@ -69,16 +78,29 @@ class Closer:
                 self._threads -= 1
 
     def _run(self) -> None:
+        time.sleep(GATHERING_SECONDS)
         while True:
             with self._lock:
                 if not self._waiting:
                     self._threads -= 1
                     return
-                descriptor = self._waiting.popleft()
+                descriptors, self._waiting = self._waiting, []
             try:
-                _close(descriptor)
+                self._close(descriptors)
             except Exception:  # noqa: BLE001 -- this thread is still to close the others
-                _log.exception("a descriptor of a client was not closed; please report this bug")
+                _log.exception("descriptors of clients were not closed; please report this bug")
+
+    def _close(self, descriptors: Sequence[int]) -> None:
+        foreign = [one for one in descriptors if not _is_memory(one)]
+        with self._starting:  # one at a time: it takes a processor
+            heir = _start_heir(foreign) if foreign else None
+        for descriptor in descriptors:
+            with suppress(OSError):  # it is closed also where its file system reports an error
+                os.close(descriptor)
+            with self._lock:
+                self._count -= 1
+        if heir is not None:
+            heir.communicate()
 
 
 def urgent_in_line(connection: socket.socket) -> None:
@@ -87,57 +109,30 @@ def urgent_in_line(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
 
 
+def _limit() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def _unread_bytes(connection: socket.socket) -> int:
-    found = ioctl(connection, FIONREAD, b"\0" * 4)
+    found = fcntl.ioctl(connection, FIONREAD, b"\0" * 4)
     return int(struct.unpack("@i", found)[0])
 
 
-def _close(descriptor: int) -> None:
-    """Close it; before, those that nobody received from it, in which there may be others. The
-    deepest first, so that few are open."""
-    left: list[int | socket.socket] = [descriptor]
-    while left:
-        file = left.pop()
-        connection = _unix_socket(file) if isinstance(file, int) else file
-        if connection is None:
-            continue
-        if found := _receive(connection):
-            left += [connection, *found]
-        else:
-            with suppress(OSError):
-                connection.close()
-
-
-def _unix_socket(descriptor: int) -> socket.socket | None:
-    """A unix socket, to which nothing can be sent any more. Other files are closed: None."""
+def _is_memory(descriptor: int) -> bool:
+    """Nothing delays its close, but to free 1 GiB takes 0.25 s."""
     try:
-        file = socket.socket(fileno=descriptor)
-    except OSError:  # it is no socket
-        with suppress(OSError):  # it is closed also where its file system reports an error
-            os.close(descriptor)
+        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True
+
+
+def _start_heir(descriptors: Sequence[int]) -> "subprocess.Popen[bytes] | None":
+    """A process that has these descriptors until its input ends. None if there cannot be another
+    one: then they are closed here, and what lingers keeps a thread."""
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, True)
+    try:
+        return subprocess.Popen(_HEIR, stdin=subprocess.PIPE, close_fds=False, env={}, cwd="/")
+    except OSError:
         return None
-    if file.family == socket.AF_UNIX:
-        with suppress(OSError):
-            file.shutdown(socket.SHUT_RD)
-            urgent_in_line(file)
-        return file
-    with suppress(OSError), file:
-        file.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-    return None
-
-
-def _receive(connection: socket.socket) -> list[int]:
-    """The next descriptors that nobody received, or a connection that nobody accepted; none if that
-    was all."""
-    empty, most = 0, 1 if connection.type == socket.SOCK_STREAM else EMPTY_MAX
-    with suppress(OSError):
-        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return [connection.accept()[0].detach()]  # an error, where none waits
-        while empty < most:
-            data, ancillary, _, _ = connection.recvmsg(
-                READ_BYTES, _ANCILLARY_BYTES, socket.MSG_DONTWAIT
-            )
-            if descriptors := descriptors_in(ancillary):
-                return descriptors
-            empty += not data
-    return []

@@ -25,7 +25,7 @@ from termios import TIOCOUTQ
 from typing import Any, Protocol, TypeVar
 
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
-from lookup_buffer.node.closer import RECEIVED_MAX, Closer, urgent_in_line
+from lookup_buffer.node.closer import Closer, urgent_in_line
 from lookup_buffer.node.shares import Shares, size_of
 from lookup_buffer.node.turns import Turns
 from lookup_buffer.protocol.framing import MAX_HEADER_BYTES, FrameDecoder, Macs, encode_frame
@@ -54,7 +54,13 @@ WAITS_OWN = 8
 HELLO_BYTES_MAX = 16 << 10
 """Of a header from a client that has no session yet: to decode one takes 3 ms at most."""
 DESCRIPTORS_MAX = 4
+RECEIVED_MAX = 253
+"""Descriptors of one message, by Linux. With room for fewer the kernel would close the others, on
+the thread that receives."""
 ANCILLARY_BYTES = socket.CMSG_SPACE(RECEIVED_MAX * array.array("i").itemsize)
+FULL_PAUSE_SECONDS = 0.05
+"""Nothing is read from clients for so long while too many of their descriptors wait to be
+closed."""
 _READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC) | int(socket.MSG_DONTWAIT)
 """MSG_DONTWAIT: a thread that sends on the same socket may have made it blocking."""
 _CUT_OFF = int(socket.MSG_CTRUNC)
@@ -289,8 +295,15 @@ class Connection:
             self.end(ProtocolError(f"{self._decoder.buffered_bytes} bytes of requests wait"))
 
     def _readable(self) -> None:
-        if self._turns.work(self):
+        if self._closer is not None and self._closer.is_full:
             self._watch(False)
+            self._loop.call_later(FULL_PAUSE_SECONDS, self._resume)
+        elif self._turns.work(self):
+            self._watch(False)
+
+    def _resume(self) -> None:
+        if self._open and not self._is_watched:
+            self._watch(True)
 
     def _watch(self, is_watched: bool) -> None:
         """Whether to be called when there is something to read."""
@@ -301,7 +314,9 @@ class Connection:
             self._loop.remove_reader(self._socket.fileno())
 
     def _read(self) -> bool:
-        """Whether there was something to read."""
+        """Whether there was something to read, and is room for descriptors that came with it."""
+        if self._closer is not None and self._closer.is_full:
+            return False
         try:
             data, ancillary, flags, _ = self._socket.recvmsg(
                 READ_BYTES, ANCILLARY_BYTES, _READ_FLAGS

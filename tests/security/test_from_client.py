@@ -4,6 +4,7 @@ import array
 import fcntl
 import mmap
 import os
+import resource
 import signal
 import socket
 import struct
@@ -196,6 +197,84 @@ def _write(over: threading.Event, sockets: list[socket.socket]) -> None:
         for one in sockets:
             with suppress(OSError):
                 one.send(bytes(4096), socket.MSG_DONTWAIT)
+
+
+def test_what_lingers_after_many_empty_messages_is_closed(node: NodeProcess) -> None:
+    """Their number tells nobody that there are no more."""
+    before = node.stats()["open_files"]
+    with lingering(2 * CLOSERS_MAX) as sockets, raw(node) as client:
+        pass_on(client, STATS, [after_empty_messages(one) for one in sockets])
+        assert client.ended()
+        wait_until(lambda: node.stats()["open_files"] <= before, 5.0, "all are closed")
+
+
+def after_empty_messages(descriptor: int) -> int:
+    """As `in_an_unread_message`: behind as many empty ones as the system lets a socket queue."""
+    there, here = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here:
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 21)
+        here.setblocking(False)
+        with suppress(BlockingIOError):
+            for _ in range(1000):
+                here.send(b"")
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+        with suppress(BlockingIOError):  # the system allows no more: then it is not tried here
+            socket.send_fds(here, [b""], [descriptor])
+    os.close(descriptor)
+    return there.detach()
+
+
+def test_who_still_has_a_passed_socket_cannot_let_it_linger_again(node: NodeProcess) -> None:
+    """Between the moment in which the node has it linger no more, and its close."""
+    before = node.stats()["open_files"]
+    linger, none = struct.pack("@ii", 1, LINGER_SECONDS), struct.pack("@ii", 0, 0)
+    with lingering(CLOSERS_MAX + 4) as sockets, ExitStack() as stack:
+        for one in sockets:
+            kept = socket.socket(fileno=os.dup(one))
+            stack.callback(kept.close)
+            with raw(node) as client:
+                pass_on(client, STATS, [one])
+            until = time.monotonic() + 0.2
+            while (found := kept.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8)) == linger:
+                if time.monotonic() > until:
+                    break
+            last = none if found == linger else linger  # else it would be closed last here
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, last)
+            kept.close()
+        wait_until(lambda: node.stats()["open_files"] <= before, 5.0, "all are closed")
+
+
+def test_who_holds_the_lock_of_a_passed_socket_stops_nobody(start_node: StartNode) -> None:
+    """That of its queue, which who receives from it waits for, in a call that no signal ends."""
+    node = start_node(capacity_bytes=ARENA_BYTES)
+    before = node.stats()["open_files"]
+    with ExitStack() as stack:
+        for _ in range(CLOSERS_MAX):
+            there, here = (stack.enter_context(one) for one in socket.socketpair())
+            here.send(b".")
+            stack.enter_context(unending_read(there.fileno()))
+            with raw(node) as client:
+                pass_on(client, STATS, [os.dup(there.fileno())])
+        with lingering(CLOSERS_MAX) as sockets, raw(node) as client:
+            pass_on(client, STATS, sockets)
+            wait_until(lambda: node.stats()["open_files"] <= before, 5.0, "all are closed")
+        assert node.terminate() == 0
+
+
+def test_more_descriptors_than_a_node_may_open_delay_nobody(node: NodeProcess) -> None:
+    """With none left to open, the kernel closes them on the thread that receives: the loop's."""
+    _, most = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
+    files = node.open_files()
+    with ExitStack() as stack:
+        sockets = stack.enter_context(lingering(10))
+        stack.callback(resource.prlimit, node.pid, resource.RLIMIT_NOFILE, (most, most))
+        resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (files + 1000, most))
+        with node.frozen():
+            for one in sockets:
+                client = stack.enter_context(raw(node, session=False))
+                pass_on(client, STATS, [os.dup(one) for _ in range(253)])
+                os.close(one)
+        assert_answers(node)
 
 
 def test_what_lingers_does_not_keep_a_node_from_its_end(start_node: StartNode) -> None:
