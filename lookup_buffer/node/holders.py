@@ -7,7 +7,6 @@ thread.
 import asyncio
 import math
 import random
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 from lookup_buffer.errors import PipeBroken
 from lookup_buffer.node.storage import Breaker
+from lookup_buffer.node.turns import Places
 from lookup_buffer.protocol.auth import VERSION_OF_PARTS
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.protocol.tls import Trust
@@ -105,38 +105,6 @@ class Pace:
     def received(self, nbytes: int, seconds: float, now: float) -> None:
         if nbytes > AVERAGED_BYTES_MIN:
             self.byte_seconds.add(seconds / nbytes, now)
-
-
-@dataclass(slots=True)
-class Places:
-    """Of those who ask for one, so many have it at a time; the others wait in order. One that
-    leaves costs no search among all that wait, as it would in `asyncio.Semaphore`."""
-
-    _free: int
-    _waiting: "OrderedDict[asyncio.Future[None], None]" = field(default_factory=OrderedDict)
-
-    def locked(self) -> bool:
-        """Whether who asks now would wait."""
-        return not self._free
-
-    def ask(self) -> "asyncio.Future[None]":
-        """Done once it has a place, which it is to `release`. Who leaves before cancels it."""
-        place = asyncio.get_running_loop().create_future()
-        if self._free:
-            self._free -= 1
-            place.set_result(None)
-        else:
-            self._waiting[place] = None
-            place.add_done_callback(lambda place: self._waiting.pop(place, None))
-        return place
-
-    def release(self) -> None:
-        while self._waiting:
-            place, _ = self._waiting.popitem(last=False)
-            if not place.done():
-                place.set_result(None)
-                return
-        self._free += 1
 
 
 class HolderLink(NamedTuple):

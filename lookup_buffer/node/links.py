@@ -49,6 +49,7 @@ from lookup_buffer.protocol.tls import (
     TlsSocket,
     Trust,
     check_names,
+    client_of,
     explained,
     is_reader,
     name_refusal,
@@ -158,6 +159,10 @@ class Link(NamedTuple):
     """Of the protocol: the newest one that both nodes speak."""
     trust: Trust = Trust()
     """Whose owner asks it: an excluded node would use this connection for as long as it likes."""
+    client: str = ""
+    """Of an accepted one, whose bounds count: see `client_of`. Empty without TLS."""
+    only_reads: bool = False
+    """Of an accepted one, whether its certificate is that of a node that only reads."""
 
     def framed(self) -> FramedSocket:
         """For the threads that move bytes."""
@@ -220,13 +225,15 @@ async def greet(
             not count here, or is not of the node that it says it is, or of one that only reads.
         PipeError, ProtocolError: it is too slow, has gone, or does not speak this protocol.
     """
-    trust = Trust()
+    trust, client, only_reads = Trust(), "", False
     async with _translated("no handshake in time", HANDSHAKE_SECONDS):
         if credentials.tls is not None:
             stream = secured = await _accepted_by_tls(loop, stream, credentials.tls)
             accepts, trust = _of_certified(secured, accepts), trust_of(secured)
+            client, only_reads = client_of(secured), is_reader(secured)
         agreement = await _agree(loop, stream, server_dialogue(credentials.token, accepts))
-    return Link(stream, agreement.purpose, agreement.macs, agreement.version, trust)
+    agreed = agreement.purpose, agreement.macs, agreement.version
+    return Link(stream, *agreed, trust, client, only_reads)
 
 
 @asynccontextmanager

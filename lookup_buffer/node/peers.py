@@ -14,9 +14,10 @@ import asyncio
 import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from lookup_buffer.config import parse_address
@@ -42,7 +43,7 @@ from lookup_buffer.node.links import (
 from lookup_buffer.node.membership import Directory, Identity
 from lookup_buffer.node.reachability import Reachability
 from lookup_buffer.node.shares import KEY_BYTES
-from lookup_buffer.node.turns import Turns
+from lookup_buffer.node.turns import Places, Turns, granted
 from lookup_buffer.protocol.acceptor import RETRY_SECONDS, listening_socket
 from lookup_buffer.protocol.auth import Purpose
 from lookup_buffer.protocol.fields import is_count, is_fingerprint, is_key_text, is_text
@@ -50,9 +51,6 @@ from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.protocol.tls import Trust
 from lookup_buffer.times import PEER_IDLE_SECONDS, PEER_PROGRESS_SECONDS
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 HALF_OPEN_MAX: Final = 256
 HALF_OPEN_PER_HOST_MAX: Final = 128
@@ -66,6 +64,9 @@ LINKS_PER_CLIENT: Final = 16
 """Bound on those for tensors of a client that a certificate names: twice what a node opens."""
 SENDERS_MAX: Final = 128
 """Threads that send; each has one reader at a time, so slow readers delay only themselves."""
+ONLY_READ_SENDERS_MAX: Final = SENDERS_MAX // 2
+"""So many of them send to nodes that only read, all together: others never wait for those, however
+slowly they read."""
 ITEMS_MAX: Final = 256
 """Bound on the items of one request, and on those of the requests that one connection has sent
 ahead, if they are several: a key may have 4 KB. A node sends one batch, or two parts."""
@@ -123,6 +124,8 @@ class PeerServer:
     """The handshakes in progress, the oldest first, and the hosts that they are with."""
     _readers: "set[Reader]" = field(default_factory=set)
     _senders: ThreadPool = field(default_factory=lambda: ThreadPool(SENDERS_MAX, "lb-send"))
+    _only_readers: Places = field(default_factory=lambda: Places(ONLY_READ_SENDERS_MAX))
+    """Which of them have a thread."""
     _trusts: dict[Connection, Trust] = field(default_factory=dict)
     """Of the connections for tensors and hand-offs; those for `doctor` end soon in any case."""
     turns: Turns = field(init=False)
@@ -229,8 +232,8 @@ class PeerServer:
         except LookupBufferError:
             return  # it left, was too slow, or was refused: only its connection ends
         if link.purpose.role == REACHABILITY:
-            self._admit_check(link, link.purpose.client if self.credentials.tls else host)
-        elif not self._make_place(link.purpose.client):
+            self._admit_check(link, link.client or host)
+        elif not self._make_place(link.client):
             link.stream.close()
         elif link.purpose.role == HANDOFFS:
             self._trusts[self.askers.admit(link)] = link.trust
@@ -265,8 +268,8 @@ class PeerServer:
         return bool(idle)
 
     def _certified_of(self, client: str) -> "set[Reader]":
-        """Without TLS, `client` is only what the other end says that it is."""
-        if self.credentials.tls is None:
+        """Without TLS `client` is empty: nobody is certified."""
+        if not client:
             return set()
         return {reader for reader in self._readers if reader.client == client}
 
@@ -289,22 +292,24 @@ class PeerServer:
     def release(self, replies: Iterable[Reply]) -> None:
         self.arena.release([one.held.ticket for one in replies if one.held is not None], PEER_OWNER)
 
-    def send_by_thread(
-        self, sender: FramedSocket, replies: Sequence[Reply], already_sent: int
-    ) -> "Future[None]":
-        """Send what `send_nowait` has not, and then release it.
+    async def send_by_thread(self, sender: FramedSocket, left: "Left", *, only_reads: bool) -> None:
+        """Send what `send_nowait` has not, and then release it. `only_reads`: to such a node.
 
         Raises:
+            LookupBufferError: the other end left, or is too slow.
             RuntimeError: this server is closed.
         """
-        try:
-            job = self._senders.submit(self._send, sender, replies, already_sent)
-        except RuntimeError:
-            self.release(replies)
-            raise
+        with ExitStack() as held:
+            held.callback(self.release, left.replies)
+            if only_reads:
+                place = self._only_readers.ask()
+                await granted(place, None, lambda _: self._only_readers.release())
+                held.callback(self._only_readers.release)
+            job = self._senders.submit(self._send, sender, *left)
+            over = held.pop_all().close
         # Not by who waits, which may be cancelled: until then the thread reads these bytes.
-        job.add_done_callback(lambda _: call_from_thread(self.loop, self.release, replies))
-        return job
+        job.add_done_callback(lambda _: call_from_thread(self.loop, over))
+        await asyncio.wrap_future(job, loop=self.loop)
 
     def _send(self, sender: FramedSocket, replies: Sequence[Reply], already_sent: int) -> None:
         for one in replies:
@@ -376,7 +381,7 @@ class Reader:
         """Of the requests that are not answered."""
         self.is_busy = False
         self.used_at = server.loop.time()
-        self.client = link.purpose.client
+        self.client, self._only_reads = link.client, link.only_reads
         stream = link.stream.dup()  # each of the two that use it closes its own descriptor
         self.connection = Connection(
             server.loop, link.stream, self, link.macs, pending=self._pending, turns=server.turns
@@ -430,8 +435,7 @@ class Reader:
         send_next = partial(self._send_next, lists)
         left = await self._server.answering.run(send_next, self._undo)
         if left is not None and left.replies:
-            job = self._server.send_by_thread(self._sender, *left)
-            await asyncio.wrap_future(job, loop=self._server.loop)
+            await self._server.send_by_thread(self._sender, left, only_reads=self._only_reads)
             self._count(left.replies)
         return left is not None
 

@@ -5,12 +5,16 @@ hand-offs that wait for room. A connection handles its messages in steps, an ins
 Together the steps take about TURN_SECONDS of each turn of the loop, or one step takes longer. The
 rest waits, and then each worker makes one step in its turn: who sends much delays others by a step.
 While there is time and nobody waits, a step is made at once: a message is handled as soon as it is
-read. Used on the loop's thread only.
+read.
+
+`Places` bounds what is done at a time beside the loop: transfers, the sends of `peers`. Used on the
+loop's thread only.
 """
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 from lookup_buffer.times import TURN_SECONDS
@@ -39,6 +43,38 @@ async def granted(
         if not grant.cancelled() and grant.exception() is None:
             undo(grant.result())
         raise
+
+
+@dataclass(slots=True)
+class Places:
+    """Of those who ask for one, so many have it at a time; the others wait in order. One that
+    leaves costs no search among all that wait, as it would in `asyncio.Semaphore`."""
+
+    _free: int
+    _waiting: "OrderedDict[asyncio.Future[None], None]" = field(default_factory=OrderedDict)
+
+    def locked(self) -> bool:
+        """Whether who asks now would wait."""
+        return not self._free
+
+    def ask(self) -> "asyncio.Future[None]":
+        """Done once it has a place, which it is to `release`. Who leaves before cancels it."""
+        place = asyncio.get_running_loop().create_future()
+        if self._free:
+            self._free -= 1
+            place.set_result(None)
+        else:
+            self._waiting[place] = None
+            place.add_done_callback(lambda place: self._waiting.pop(place, None))
+        return place
+
+    def release(self) -> None:
+        while self._waiting:
+            place, _ = self._waiting.popitem(last=False)
+            if not place.done():
+                place.set_result(None)
+                return
+        self._free += 1
 
 
 class Worker(Protocol):

@@ -9,6 +9,7 @@ sockets see there.
 """
 
 import errno
+import hashlib
 import logging
 import math
 import select
@@ -461,6 +462,13 @@ def name_refusal(stream: TlsSocket, node: str) -> str:
 def is_reader(stream: TlsSocket) -> bool:
     """Whether the certificate of the other end is that of a node that only reads."""
     return READER in _names(stream.getpeercert())
+
+
+def client_of(stream: TlsSocket) -> str:
+    """Whose bounds count for the other end, after the handshake: a digest of all names of its
+    certificate. By one of them alone, it would have the bounds of each."""
+    names = sorted(_names(stream.getpeercert()))
+    return hashlib.sha256(repr(names).encode()).hexdigest()
 
 
 def trust_of(stream: TlsSocket) -> Trust:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from cryptography.x509 import DNSName, UniformResourceIdentifier
 from redis import Redis
 
 from command_line import beating, boot_of, run
@@ -27,7 +28,14 @@ from lookup_buffer.namespace import Namespace
 from lookup_buffer.node import peers
 from lookup_buffer.node.links import HANDOFFS, REACHABILITY, TENSORS, Credentials, dial
 from lookup_buffer.node.membership import Identity
-from lookup_buffer.node.peers import ITEMS_MAX, LINKS_PER_CLIENT, Asked, PeerServer, Reply
+from lookup_buffer.node.peers import (
+    ITEMS_MAX,
+    LINKS_PER_CLIENT,
+    SENDERS_MAX,
+    Asked,
+    PeerServer,
+    Reply,
+)
 from lookup_buffer.node.reachability import LINKS_MAX
 from lookup_buffer.protocol import messages
 from lookup_buffer.protocol.fields import EXCHANGED_BYTES
@@ -39,7 +47,7 @@ from lookup_buffer.protocol.tls import READER, Tls
 from node_certificates import Files, settings_of
 from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_until, with_store
 from patience import scaled
-from peer_servers import NAMESPACE, Bench, on_a_loop
+from peer_servers import NAMESPACE, Bench, answered, on_a_loop
 from raw_clients import raw
 from servers import ServerProcess, command, free_port, user_rule, valkey_executable
 from store import ClaimState, EmbeddedServer, Location, NodeInfo, Record, StoreError, open_store
@@ -349,33 +357,76 @@ def test_doctor_names_what_a_readers_user_may_write(
 # -- what it can do to the nodes that serve it
 
 
-def test_it_fills_only_its_own_places(certified: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks on many connections and reads none of them."""
-    # A busy machine takes as long to make them as a node waits for one that reads nothing.
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that waits for readers however slow they are. A busy machine takes as long to make
+    their connections as a node waits for one that reads nothing."""
     monkeypatch.setattr(peers, "PEER_PROGRESS_SECONDS", 600.0)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("names", [["slow"], ["slow", "slower"]], ids=["one name", "two names"])
+def test_it_fills_only_its_own_places(certified: Files, names: list[str]) -> None:
+    """It asks on many connections and reads none of them, by each name of its certificate."""
+    own = [UniformResourceIdentifier(READER), *map(DNSName, names)]
+    files = certified.named(names[-1], *own)
 
     async def test(bench: Bench) -> None:
         generation, links = bench.insert("k", 8 * MIB), []
 
-        async def ask(client: str, *, reader: bool) -> None:
-            credentials = Credentials(None, certified.tls(client, reader=reader))
+        async def ask(tls: Tls) -> None:
+            credentials = Credentials(None, tls)
             link = await dial(bench.loop, bench.location, bench.endpoint, TENSORS, credentials)
             links.append(link.framed())
             item = [NAMESPACE, "k", bench.location.boot, generation]
             await asyncio.to_thread(links[-1].send, {"op": "get", "items": [item]}, timeout=5.0)
 
         try:
-            for _ in range(LINKS_PER_CLIENT + 4):
+            for number in range(LINKS_PER_CLIENT + 4):
                 with suppress(PipeError):  # its place was refused meanwhile
-                    await ask("slow", reader=True)
+                    await ask(Tls(files, names[number % len(names)], read_only=True))
             await until(lambda: len(bench.server._readers) == LINKS_PER_CLIENT)
-            await ask("another", reader=False)
+            await ask(certified.tls("another"))
             answer = await asyncio.to_thread(links[-1].recv_header, timeout=5.0)
             assert answer.header["status"] == "ok"
             assert len(bench.server._readers) == LINKS_PER_CLIENT + 1
         finally:
             for link in links:
                 link.abort()
+
+    on_a_loop(test, Credentials(None, certified.tls("node-b")))
+
+
+@pytest.mark.usefixtures("patient")
+def test_many_that_read_slowly_delay_no_other_node(certified: Files) -> None:
+    """As many connections as there are threads, by several certificates. They read nothing."""
+
+    async def test(bench: Bench) -> None:
+        item = [NAMESPACE, "k", bench.location.boot, bench.insert("k", 8 * MIB)]
+
+        async def dialled(tls: Tls) -> FramedSocket:
+            credentials = Credentials(None, tls)
+            link = await dial(bench.loop, bench.location, bench.endpoint, TENSORS, credentials)
+            return stack.enter_context(closing(link.framed()))
+
+        with ExitStack() as stack:
+            slow = []
+            for number in range(SENDERS_MAX // LINKS_PER_CLIENT):
+                tls = certified.tls(f"slow-{number}", reader=True)
+                slow += [await dialled(tls) for _ in range(LINKS_PER_CLIENT)]
+            for link in slow:
+                await asyncio.to_thread(link.send, {"op": "get", "items": [item]}, timeout=5.0)
+            await until(lambda: bench.pins() == len(slow))
+            other = await dialled(certified.tls("another"))
+            (answer,) = await answered(other, item)
+            assert answer["status"] == "ok"
+            for link in slow[:-1]:
+                link.abort()
+            header, nbytes = await asyncio.to_thread(slow[-1].recv_header, scaled(5.0))
+            data = memoryview(bytearray(nbytes))
+            await asyncio.to_thread(slow[-1].recv_into, data, timeout=scaled(5.0))
+            assert (header["status"], nbytes) == ("ok", 8 * MIB), "its turn has come"
+            await until(lambda: bench.pins() == 0)
 
     on_a_loop(test, Credentials(None, certified.tls("node-b")))
 

@@ -22,7 +22,6 @@ from lookup_buffer.node.holders import (
     PAUSE_SECONDS_MIN,
     TIMEOUTS_MAX,
     Holder,
-    Places,
     soonest,
 )
 from lookup_buffer.node.links import Credentials
@@ -31,6 +30,7 @@ from lookup_buffer.node.read import Reads
 from lookup_buffer.node.receive import AT_ONCE_BYTES
 from lookup_buffer.node.storage import Breaker
 from lookup_buffer.node.transfer import FETCH_OWNER, Fetched, Fetcher, Wanted
+from lookup_buffer.node.turns import Places
 from lookup_buffer.protocol.auth import PROTOCOL_VERSION
 from lookup_buffer.protocol.header import PayloadHeader, TensorHeader
 from lookup_buffer.protocol.tls import Trust
