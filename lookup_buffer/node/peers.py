@@ -46,7 +46,7 @@ from lookup_buffer.node.shares import KEY_BYTES
 from lookup_buffer.node.turns import Places, Turns, granted
 from lookup_buffer.protocol.acceptor import RETRY_SECONDS, listening_socket
 from lookup_buffer.protocol.auth import Purpose
-from lookup_buffer.protocol.fields import is_count, is_fingerprint, is_key_text, is_text
+from lookup_buffer.protocol.fields import is_boot, is_count, is_fingerprint, is_key_text
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.protocol.tls import Trust
@@ -69,7 +69,8 @@ ONLY_READ_SENDERS_MAX: Final = SENDERS_MAX // 2
 slowly they read."""
 ITEMS_MAX: Final = 256
 """Bound on the items of one request, and on those of the requests that one connection has sent
-ahead, if they are several: a key may have 4 KB. A node sends one batch, or two parts."""
+ahead of the one in work, if they are several: a key may have 4 KB. A node sends one batch, or two
+parts."""
 QUEUED_MAX: Final = 16
 """Bound on the requests that one connection has sent ahead. What those of all connections occupy is
 bounded, too: see `connection.PEERS_TOTAL_BYTES`."""
@@ -495,8 +496,8 @@ def _asked(item: Any) -> Asked:
     namespace, key, boot, generation, *part = item
     if not is_fingerprint(namespace) or not is_key_text(key):
         raise ProtocolError("an item needs the fingerprint of a namespace, and the text of a key")
-    if not is_text(boot) or not is_count(generation):
-        raise ProtocolError("an item needs the text of a boot, and the number of a generation")
+    if not is_boot(boot) or not is_count(generation):
+        raise ProtocolError("an item needs the id of a boot, and the number of a generation")
     if not all(is_count(one) for one in part):
         raise ProtocolError("a part is the number of its first byte, and how many it has")
     return Asked((namespace, key), boot, generation, *part)

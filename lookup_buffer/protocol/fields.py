@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 from lookup_buffer.errors import ConfigError
 from store import DEVICE, LOCATIONS_MAX, ClaimState
+from store.record import BOOT
 
 KEYS_MAX: Final = 4096
 """Bound on the keys or tickets of one request."""
@@ -80,6 +81,10 @@ def is_key_text(value: object) -> bool:
     """Whether it may be the text of a key: printable ASCII. Nearly all of `TensorKey.parse` at a
     tenth of its cost."""
     return is_text(value) and value.isascii() and value.isprintable()  # type: ignore[attr-defined]
+
+
+def is_boot(value: object) -> bool:
+    return isinstance(value, str) and BOOT.match(value) is not None
 
 
 def is_seconds(value: object) -> bool:
@@ -159,7 +164,7 @@ CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "parts": is_parts,
     "dialler": is_text,
     "node": is_text,
-    "boot": is_text,
+    "boot": is_boot,
     "data": lambda value: isinstance(value, bytes) and len(value) <= EXCHANGED_BYTES,
     "lane": LANES.__contains__,
     "library": lambda value: isinstance(value, str) and _LIBRARY.fullmatch(value) is not None,

@@ -432,7 +432,8 @@ def test_many_that_read_slowly_delay_no_other_node(certified: Files) -> None:
 
 
 def test_what_it_asks_for_ahead_is_bounded(certified: Files) -> None:
-    """A request may have 1 MiB: its items are long names of nothing. It reads no answer."""
+    """A request may have 1 MiB: its items are long names of nothing. It reads no answer, so the
+    first request stays in work."""
     name = "k" * 4_000
 
     async def test(bench: Bench) -> None:
@@ -444,11 +445,12 @@ def test_what_it_asks_for_ahead_is_bounded(certified: Files) -> None:
             async def ask(*items: list[object]) -> None:
                 await asyncio.to_thread(framed.send, {"op": "get", "items": items}, timeout=5.0)
 
-            await ask(big)
+            await ask(big, *[[NAMESPACE, name, "boot", 1]] * (ITEMS_MAX - 1))
             await until(lambda: bench.pins() == 1)
             (asker,) = bench.server._readers
             await ask(*[[NAMESPACE, name, "boot", 1]] * ITEMS_MAX)
             await until(lambda: len(asker._requests) == 1)
+            assert bench.askers.pending._used < 2.5 * MIB
             await ask([NAMESPACE, name, "boot", 1])
             await until(lambda: not bench.server._readers)
             assert bench.counters._totals["protocol_errors"] == 1

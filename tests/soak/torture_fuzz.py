@@ -159,7 +159,7 @@ FIELDS: dict[str, Make] = {
     "source": lambda chance: chance.randrange(5),
     "dialler": _text,
     "node": _text,
-    "boot": _text,
+    "boot": _hexadecimal(16),
     "data": lambda chance: chance.randbytes(chance.choice((0, 1, EXCHANGED_BYTES))),
 }
 """A valid value of each field: those of `lookup_buffer.protocol.fields.CHECKS`."""
@@ -345,7 +345,7 @@ class NodeTarget(Target):
 
     def _get(self, chance: random.Random) -> dict[str, Any]:
         items = [
-            [chance.choice(NAMESPACES), _key(chance), _text(chance), _count(chance)]
+            [chance.choice(NAMESPACES), _key(chance), FIELDS["boot"](chance), _count(chance)]
             for _ in range(chance.choice((1, 2, 30, 256)))
         ]
         return {"op": "get", "items": items}

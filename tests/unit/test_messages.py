@@ -79,7 +79,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "rank": counts,
     "dialler": texts,
     "node": texts,
-    "boot": texts,
+    "boot": st.from_regex(r"[A-Za-z0-9]{1,24}", fullmatch=True),
     "data": st.binary(max_size=100),
     "parts": st.dictionaries(texts, texts, max_size=4),
     "lane": st.sampled_from(LANES),
