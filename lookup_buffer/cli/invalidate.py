@@ -1,8 +1,9 @@
 """`lookup-buffer invalidate NAMESPACE`: every node drops its items of the namespace.
 
 Marks the namespace as invalid, removes its records, waits for heartbeats of all nodes, removes the
-records that were written meanwhile, and reads the mark back: the nodes may not have found it. Runs
-on the main thread; blocks on the store only.
+records that were written meanwhile, and reads the mark back: the nodes may not have found it. That
+it is still there shows that they have, unless somebody who may write the store hid it meanwhile.
+Runs on the main thread; blocks on the store only.
 """
 
 import secrets
@@ -57,7 +58,8 @@ def invalidate(
     if json:
         print_json({"namespace": space, "records": count, "silent_nodes": sorted(silent)})
     else:
-        print_line(f"namespace {space}: {count} records removed; all live nodes have read the mark")
+        kept = f"the mark was still there after {BEATS} beats of every live node"
+        print_line(f"namespace {space}: {count} records removed; {kept}")
         for node in sorted(silent):
             print_line(f"node {node} is silent: it drops its items when it is back")
     if silent:

@@ -120,6 +120,8 @@ class Arena:
         among them: the end of its last pin is a use."""
         self._invalidated_at: dict[str, float] = {}
         """By namespace, see `invalidate_copies`; INVALIDATIONS_MAX at most."""
+        self._all_invalidated_at = -math.inf
+        """The same of all namespaces."""
         self._expiring: Expiring[Item] = Expiring()
         """The complete items that have a time to live."""
         self._offers: dict[QualifiedKey, Item] = {}
@@ -176,26 +178,32 @@ class Arena:
         """All addresses for which `published` returns something."""
         return [*(address for address, item in self._items.items() if item.ready), *self._offers]
 
-    def items_of(self, namespaces: Container[str], *, fetched_only: bool = False) -> list[Item]:
-        """All complete items of these namespaces; `fetched_only`: only those from other nodes."""
+    def items_of(
+        self, namespaces: Container[str] | None, *, fetched_only: bool = False
+    ) -> list[Item]:
+        """All complete items of these namespaces, or of all (None); `fetched_only`: only those from
+        other nodes."""
         return [
             item
             for (space, _), item in self._items.items()
-            if space in namespaces and item.ready and not (fetched_only and item.origin == "local")
+            if (namespaces is None or space in namespaces)
+            and item.ready
+            and not (fetched_only and item.origin == "local")
         ]
 
-    def invalidate_copies(self, namespaces: Iterable[str]) -> None:
-        """What is being fetched from other nodes of these namespaces is not to be kept."""
-        for namespace in namespaces:
-            self._invalidated_at.pop(namespace, None)  # to the end
-            self._invalidated_at[namespace] = self._clock()
-        while len(self._invalidated_at) > INVALIDATIONS_MAX:
-            del self._invalidated_at[next(iter(self._invalidated_at))]
+    def invalidate_copies(self, namespaces: Iterable[str] | None) -> None:
+        """What is being fetched from other nodes of these namespaces, or of all (None), is not to
+        be kept. Once it is remembered of too many, it counts for all."""
+        now = self._clock()
+        self._invalidated_at |= dict.fromkeys(namespaces or (), now)
+        if namespaces is None or len(self._invalidated_at) > INVALIDATIONS_MAX:
+            self._invalidated_at, self._all_invalidated_at = {}, now
 
     def is_invalid(self, item: Item, since: float) -> bool:
         """Whether the namespace of a reservation was invalidated at or after `since`, by the clock;
         never for a loan, which nobody finds."""
-        return not item.gone and self._invalidated_at.get(item.address[0], -math.inf) >= since
+        at = self._invalidated_at.get(item.address[0], -math.inf)
+        return not item.gone and max(at, self._all_invalidated_at) >= since
 
     def gauges(self) -> Gauges:
         return Gauges(

@@ -6,16 +6,17 @@ write the store, or has a wrong clock, would else make the later ones void.
 
 Items that are here when a mark is read are removed; later inserts stay. For LATE_SECONDS copies
 from other nodes are removed, too, since those nodes may read the list later; copies that are on
-their way meanwhile are not kept, however late they come. `registrar` has the
-list read with each beat. A task of its own removes the items: 300,000 take seconds, and a beat that
-waited for them would make a living node look dead. All on the loop's thread. It writes nothing to
-the store.
+their way meanwhile are not kept, however late they come. Of more namespaces than are remembered,
+which only a writer of the store invalidates at once, copies of all are: marks of his hide none.
+`registrar` has the list read with each beat. A task of its own removes the items: 300,000 take
+seconds, and a beat that waited for them would make a living node look dead. All on the loop's
+thread. It writes nothing to the store.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -47,6 +48,8 @@ class Invalidations:
     None until the list was read for the first time."""
     _recent: dict[str, float] = field(default_factory=dict)
     """By namespace: until when copies from other nodes are removed. INVALIDATIONS_MAX at most."""
+    _all_until: float | None = None
+    """The same of all namespaces, once there were more."""
     _doomed: dict[Item, None] = field(default_factory=dict)
     """What is to be removed."""
     _removal: "asyncio.Task[None] | None" = None
@@ -72,15 +75,10 @@ class Invalidations:
         news = {name: None for name, mark in found.items() if self._is_news(name, mark)}
         if news:
             self._doom_all(news)
-        room = max(0, INVALIDATIONS_MAX - len(self._recent))
-        self._recent |= dict.fromkeys(islice(news, room), now + LATE_SECONDS)
+            self._note(news, now + LATE_SECONDS)
         if news or self._seen is None:
             self._remember(found)
-        self.arena.invalidate_copies(self._recent)
-        if self._recent:
-            copies = self.arena.items_of(self._recent, fetched_only=True)
-            self._doomed |= dict.fromkeys(copies)
-        self._recent = {space: until for space, until in self._recent.items() if now < until}
+        self._doom_copies(now)
         self._start_removal()
 
     def close(self) -> None:
@@ -93,6 +91,28 @@ class Invalidations:
         self._doomed |= dict.fromkeys(items)
         for namespace in {item.address[0] for item in items}:
             _log.info("namespace %s was invalidated: its items on this node are removed", namespace)
+
+    def _note(self, news: Iterable[str], until: float) -> None:
+        self._recent |= dict.fromkeys(news, until)
+        if len(self._recent) > INVALIDATIONS_MAX:
+            if self._all_until is None:
+                _log.warning(
+                    "over %d namespaces were invalidated within %d s: what is fetched from other "
+                    "nodes is removed meanwhile, of all namespaces",
+                    INVALIDATIONS_MAX, LATE_SECONDS,
+                )  # fmt: skip
+            self._recent, self._all_until = {}, until
+
+    def _doom_copies(self, now: float) -> None:
+        """Those of other nodes, which may read the marks later than this one."""
+        namespaces = self._recent if self._all_until is None else None
+        if namespaces or namespaces is None:
+            self.arena.invalidate_copies(namespaces)
+            copies = self.arena.items_of(namespaces, fetched_only=True)
+            self._doomed |= dict.fromkeys(copies)
+        self._recent = {space: until for space, until in self._recent.items() if now < until}
+        if self._all_until is not None and now >= self._all_until:
+            self._all_until = None
 
     def _start_removal(self) -> None:
         last = self._removal

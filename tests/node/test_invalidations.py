@@ -93,6 +93,7 @@ def test_a_node_that_was_frozen_drops_it_when_it_is_back(
         with node.frozen():
             done = run("invalidate", space.fingerprint, "--store-url", url)
             assert done.returncode == 1
+            assert "the mark was still there after 2 beats of every live node" in done.stdout
             assert f"node {node.node_id} is silent" in done.stdout
         wait_until(lambda: not buffer.has_caches([name], timeout=1.0)[0], 10.0)
         wait_until(lambda: given_up(store, space, name), 10.0)
@@ -311,6 +312,41 @@ def test_what_is_remembered_of_marks_is_bounded(
     assert seen is not None
     assert len(seen) == 3
     assert ("ns", last.id) in seen
+
+
+def test_no_number_of_other_marks_hides_one(part: Part) -> None:
+    """Of a writer of the store: nearly as many as nodes read, and others at each beat."""
+
+    def crowd(mark: Invalidation | None = None) -> None:
+        part.store = MemoryStore()
+        for number in range(INVALIDATIONS_MAX - 2):
+            part.store.mark_invalid(f"{part.loop.time()}-{number}", a_mark(5001))
+        if mark is not None:
+            part.store.mark_invalid("ns", mark)
+
+    part.heed()
+    for _ in range(2):
+        crowd()
+        assert part.heed(1.0) == []
+    header = TensorHeader("uint8", (4,), 4)
+    coming = part.arena.reserve(("ns", "k"), header, origin="other-node", ttl_seconds=None)
+    assert coming is not None
+    began, mark = part.loop.time(), a_mark(5001)
+    part.hold("old")
+    crowd(mark)
+    assert part.heed() == ["old"]
+    part.hold("new")
+    for second in range(int(LATE_SECONDS)):
+        part.hold("late", origin="other-node")
+        crowd(mark)
+        assert part.heed(1.0) == ["late"], f"{second} s later"
+        assert part.arena.is_invalid(coming, began)
+    part.store = MemoryStore()
+    part.heed(LATE_SECONDS)
+    part.hold("of today", origin="other-node")
+    assert part.heed(1.0) == [], "the control: they have ended"
+    assert part.arena.is_invalid(coming, began)
+    part.arena.abandon(coming)
 
 
 # -- what the command says

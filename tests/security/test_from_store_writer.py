@@ -387,7 +387,9 @@ def test_what_a_node_says_when_its_id_is_taken_is_one_line_of_its_log(
 class CountingArena(Arena):
     walks = 0
 
-    def items_of(self, namespaces: Container[str], *, fetched_only: bool = False) -> list[Item]:
+    def items_of(
+        self, namespaces: Container[str] | None, *, fetched_only: bool = False
+    ) -> list[Item]:
         self.walks += 1
         return super().items_of(namespaces, fetched_only=fetched_only)
 
