@@ -160,7 +160,8 @@ class Link(NamedTuple):
     trust: Trust = Trust()
     """Whose owner asks it: an excluded node would use this connection for as long as it likes."""
     client: str = ""
-    """Of an accepted one, whose bounds count: see `client_of`. Empty without TLS."""
+    """Of an accepted one, whose bounds count: the node that it certified, of one that only reads
+    all names of its certificate. Empty without TLS."""
     only_reads: bool = False
     """Of an accepted one, whether its certificate is that of a node that only reads."""
 
@@ -225,15 +226,16 @@ async def greet(
             not count here, or is not of the node that it says it is, or of one that only reads.
         PipeError, ProtocolError: it is too slow, has gone, or does not speak this protocol.
     """
-    trust, client, only_reads = Trust(), "", False
+    trust, reader, is_certified = Trust(), "", credentials.tls is not None
     async with _translated("no handshake in time", HANDSHAKE_SECONDS):
         if credentials.tls is not None:
             stream = secured = await _accepted_by_tls(loop, stream, credentials.tls)
             accepts, trust = _of_certified(secured, accepts), trust_of(secured)
-            client, only_reads = client_of(secured), is_reader(secured)
+            reader = client_of(secured) if is_reader(secured) else ""
         agreement = await _agree(loop, stream, server_dialogue(credentials.token, accepts))
     agreed = agreement.purpose, agreement.macs, agreement.version
-    return Link(stream, *agreed, trust, client, only_reads)
+    client = reader or (agreement.purpose.client if is_certified else "")
+    return Link(stream, *agreed, trust, client, bool(reader))
 
 
 @asynccontextmanager

@@ -465,8 +465,8 @@ def is_reader(stream: TlsSocket) -> bool:
 
 
 def client_of(stream: TlsSocket) -> str:
-    """Whose bounds count for the other end, after the handshake: a digest of all names of its
-    certificate. By one of them alone, it would have the bounds of each."""
+    """Whose bounds count for a node that only reads, after the handshake: a digest of all names of
+    its certificate. By one of them alone, it would have the bounds of each."""
     names = sorted(_names(stream.getpeercert()))
     return hashlib.sha256(repr(names).encode()).hexdigest()
 
