@@ -76,8 +76,8 @@ class _Wait:
     """Prefetches for `items`, by identifier."""
     reason: MaybeMissed = ""
     """Why the last item did not arrive."""
-    lacks_space: bool = False
-    """Whether an item was there, and the budget or the node had no space for it."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of items that are here and wait for space, by identifier."""
     claims: RequestClaims | None = None
     """Query for the holders of the items' claims, made when the deadline passes."""
     answer_deadline: float = 0.0
@@ -139,7 +139,7 @@ class MetadataWaits:
         ]
         if settled:
             wait.next_check_at = 0.0  # `EcGate` may return before it calls `check`
-            wait.lacks_space = False
+        lack_space = False
         for pin in settled:
             del wait.in_flight[pin.identifier]
             item = wait.items.get(pin.identifier)
@@ -147,20 +147,28 @@ class MetadataWaits:
                 self._pins.release(pin)
                 continue
             wait.reason = self._pin(state, item, pin)
+            wait.sizes.pop(pin.identifier, None)
             if wait.reason and wait.reason in PERMANENT:
                 wait.failed = _unavailable([item], wait.reason)
             if wait.reason == MissReason.NO_ROOM:
-                wait.lacks_space = True
-                self._drop_partial_pins(state)
+                lack_space = True
+                size = pin.nbytes or self._pins.estimated_bytes(item.num_embeds)
+                wait.sizes[pin.identifier] = size
             if not wait.reason:
                 wait.stored = 0
+        if lack_space:
+            wait.reason = MissReason.NO_ROOM
+            self._drop_partial_pins(state, wait)
 
     def check(self, state: RequestState, lacking: Sequence[RequestItem]) -> Unavailable | None:
         """Return why a request that lacks these items fails, or None while it waits."""
         wait, now = self._waits.get(state.request_id), self._clock()
         if wait is None:
-            wait = self._waits[state.request_id] = _Wait(lacks_space=state.over_budget)
-            wait.reason = MissReason.NO_ROOM if state.over_budget else ""
+            wait = self._waits[state.request_id] = _Wait()
+            if state.over_budget:
+                wait.reason = MissReason.NO_ROOM
+                size = self._pins.estimated_bytes
+                wait.sizes = {item.identifier: size(item.num_embeds) for item in lacking}
         if wait.since is None:
             left = max(0.0, self._wait_seconds - wait.waited_seconds)
             wait.since, wait.deadline = now, now + left
@@ -195,26 +203,29 @@ class MetadataWaits:
     def _prefetch(self, wait: _Wait, now: float) -> None:
         """Prefetch lacking items that are not in flight."""
         new = [item for name, item in wait.items.items() if name not in wait.in_flight]
-        if not new:
-            return
-        if now >= wait.next_prefetch_at:
+        if new and now >= wait.next_prefetch_at:
             wait.next_prefetch_at = now + LOOKUP_INTERVAL_SECONDS
-            sizes = self._charges(wait, new)
-            if not wait.lacks_space or self._pins.has_space(sum(sizes)):
-                keys = [item.key for item in new]
-                wait_seconds = 0.0 if wait.lacks_space else NODE_WAIT_SECONDS
-                handles = self._buffer.prefetch(keys, wait_seconds=wait_seconds)
-                for item, nbytes, handle in zip(new, sizes, handles, strict=True):
-                    pin = wait.in_flight[item.identifier] = Pin(item.identifier, handle, nbytes)
-                    self._pins.charge(pin)
-                return
-        wait.next_check_at = min(wait.next_check_at, wait.next_prefetch_at)
+            absent = [item for item in new if item.identifier not in wait.sizes]
+            self._start(wait, absent, NODE_WAIT_SECONDS)
+            new = [item for item in new if item.identifier in wait.sizes]
+            nbytes = sum(wait.sizes[item.identifier] for item in new)
+            if self._pins.has_space(min(nbytes, self._pins.budget_bytes)):
+                self._start(wait, new, wait_seconds=0.0)
+                new = []
+        if new:
+            wait.next_check_at = min(wait.next_check_at, wait.next_prefetch_at)
 
-    def _charges(self, wait: _Wait, items: Sequence[RequestItem]) -> list[int]:
-        """What prefetches of these items count against the budget until they are settled. Nobody
-        may ever store what is only waited for; it is charged when it arrives."""
-        most = self._pins.budget_bytes // max(1, len(items)) if wait.lacks_space else 0
-        return [min(most, self._pins.estimated_bytes(item.num_embeds)) for item in items]
+    def _start(self, wait: _Wait, items: Sequence[RequestItem], wait_seconds: float) -> None:
+        """Prefetch these items. What waits for space is charged to the budget until it is settled;
+        what may never be stored is charged when it has arrived."""
+        left = self._pins.budget_bytes
+        keys = [item.key for item in items]
+        handles = self._buffer.prefetch(keys, wait_seconds=wait_seconds) if keys else []
+        for item, handle in zip(items, handles, strict=True):
+            nbytes = min(left, wait.sizes.get(item.identifier, 0))
+            left -= nbytes
+            pin = wait.in_flight[item.identifier] = Pin(item.identifier, handle, nbytes)
+            self._pins.charge(pin)
 
     def _pin(self, state: RequestState, item: RequestItem, pin: Pin) -> MaybeMissed:
         """Pin what arrived for the request, or return the reason why it cannot be used."""
@@ -240,11 +251,14 @@ class MetadataWaits:
         state.absent.discard(name)
         return ""
 
-    def _drop_partial_pins(self, state: RequestState) -> None:
-        """Release the request's pins. Requests that each hold a part of their items could fill the
-        budget, and none of them could complete."""
+    def _drop_partial_pins(self, state: RequestState, wait: _Wait) -> None:
+        """Release the request's pins: all of its items wait for space together. Requests that each
+        hold a part of them could fill the budget, and none of them could complete."""
         bare = [name for name, item in state.wanted.items() if item.payload is ItemPayload.METADATA]
         for name in bare:
+            pin = self._pins.get(name)
+            if pin is not None:
+                wait.sizes[name] = pin.nbytes
             state.absent.add(name)  # prefetched again by `_prefetch`
             del state.wanted[name]
             self._pins.drop(name, state.request_id)

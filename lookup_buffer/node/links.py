@@ -328,16 +328,18 @@ async def _run(
 async def _receive(
     loop: asyncio.AbstractEventLoop, stream: socket.socket, decoder: FrameDecoder
 ) -> Any:
-    """The next message: the ends take turns, so nothing may follow it."""
+    """The next message: the ends take turns, so nothing may follow it. That is not decoded, since
+    a stranger can send thousands of messages at once."""
     while True:
         data = await received(loop, stream)
         if not data:
             raise PipeClosed("the remote end closed the connection")
-        frames = decoder.feed(data)
-        if len(frames) > 1 or (frames and decoder.buffered_bytes):
-            raise ProtocolError("more than one message of a handshake at once")
-        if frames:
-            return frames[0].header
+        decoder.put(data)
+        frame = decoder.next()
+        if frame is not None:
+            if decoder.unread_bytes:
+                raise ProtocolError("more than one message of a handshake at once")
+            return frame.header
 
 
 def host_of(address: str) -> str:

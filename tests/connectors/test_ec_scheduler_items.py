@@ -11,6 +11,7 @@ from connector_standins import (
     EMBEDS,
     METADATA_WAIT_SECONDS,
     Bench,
+    Position,
     Request,
     make_request,
     pixels,
@@ -304,6 +305,37 @@ def test_requests_that_wait_for_space_pin_no_more_than_the_budget(first: str) ->
     bench.build(finished=[request.request_id for request in others])
     assert bench.scheduler.pins.held_bytes == 0
     assert not bench.buffer.pinned
+
+
+@pytest.mark.parametrize("row_bytes", [EMBED_BYTES, 2 * EMBED_BYTES])
+def test_requests_that_wait_for_space_hold_none_of_it(row_bytes: int) -> None:
+    """The larger items find no space, the smaller ones do: with these held, the larger ones never
+    would. Nor if the last item that was loaded had larger rows."""
+    unit = EMBEDS * EMBED_BYTES
+    bench = Bench(prefetch_bytes=4 * unit)
+    other = make_request("other", "o1", "o2")
+    for name in ("o1", "o2"):
+        bench.store(name)
+    left = [make_request(one, f"A{one}", f"B{one}", metadata_only=True) for one in ("1", "2")]
+    for request in left:
+        large, small = request.mm_features
+        large.mm_position = Position(2, 3 * EMBEDS)
+        small.mm_position = Position(3 * EMBEDS + 4, EMBEDS)
+        request.num_tokens = 4 * EMBEDS + 6
+        assert not bench.ensure(request)
+    assert bench.ensure(other)
+    for one in ("1", "2"):
+        bench.store(f"A{one}", rows=3 * EMBEDS)
+        bench.store(f"B{one}")
+    bench.scheduler.pins.record_size(1, row_bytes)
+    for step in range(40):
+        for request in list(left):
+            if bench.ensure(request):
+                assert all(bench.allocate(request, index) for index in range(2))
+                left.remove(request)
+        bench.build(finished=["other"] if step == 10 else [])
+        bench.clock.now += 0.05
+    assert not left, "they pass long before their time limit"
 
 
 def test_one_of_two_items_is_no_output_of_the_encoder() -> None:

@@ -16,8 +16,9 @@ from lookup_buffer.node import links
 from lookup_buffer.node.links import host_of
 from lookup_buffer.node.peers import HALF_OPEN_MAX
 from lookup_buffer.pipes import open_pipe
+from lookup_buffer.protocol import framing
 from lookup_buffer.protocol.auth import Purpose, client_dialogue, connect
-from lookup_buffer.protocol.framing import Frame, FrameDecoder, encode_frame
+from lookup_buffer.protocol.framing import Frame, FrameDecoder, decode_header, encode_frame
 from lookup_buffer.protocol.stream import FramedSocket
 from nodes import NodeProcess, StartNode, key, tensor_of, wait_until, with_store
 from patience import scaled
@@ -186,3 +187,26 @@ def test_strangers_that_use_up_the_threads_end_no_pipe(monkeypatch: pytest.Monke
         with open_pipe(pipe.uri, token=TOKEN, timeout=scaled(5.0)) as other:
             other.send_tensor(None)
             assert pipe.recv_tensor(timeout=scaled(5.0)) is None
+
+
+def test_of_many_messages_at_once_one_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a proof, on the loop: 127 connections with 3,855 messages each held it for 1.6 s."""
+    decoded = 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal decoded
+        decoded += 1
+        return decode_header(*arguments)
+
+    async def test(bench: Bench) -> None:
+        nonlocal decoded
+        monkeypatch.setattr(framing, "decode_header", counted)
+        reader, writer = await asyncio.open_connection(*parse_tcp(bench.endpoint))
+        writer.write(encode_frame([]) * 3000)
+        with suppress(ConnectionError):
+            async with asyncio.timeout(scaled(10.0)):
+                await reader.read()
+        writer.close()
+        assert decoded == 1
+
+    on_a_loop(test)
