@@ -44,6 +44,7 @@ PROBES: tuple[Command, ...] = (
     ("HDEL", _PROBE, "field"),
     ("ZINCRBY", _PROBE, 1, "member"),
     ("ZMSCORE", _PROBE, "member"),
+    ("ZRANGE", _PROBE, 0, 0, "REV"),
     ("ZREMRANGEBYRANK", _PROBE, 0, 0),
     ("SET", _PROBE, 1, "EX", 1),
     ("GET", _PROBE),
@@ -59,7 +60,7 @@ PROBES: tuple[Command, ...] = (
 _READS: Final = frozenset(
     (
         *("PING", "INFO", "SCAN", "TYPE", "EXISTS", "GET", "PTTL", "PEXPIRETIME"),
-        *("HGET", "HGETALL", "HKEYS", "HLEN", "HSCAN", "ZMSCORE"),
+        *("HGET", "HGETALL", "HKEYS", "HLEN", "HSCAN", "ZMSCORE", "ZRANGE"),
     )
 )
 

@@ -29,8 +29,6 @@ CLOSERS_MAX: Final = 16
 """Closes that last, at the same time; the others wait."""
 GATHERING_SECONDS: Final = 0.02
 """What comes in this time is closed together."""
-SHARE_MAX: Final = 4
-"""One of so many descriptors that the node may open may wait to be closed."""
 _HEIR: Final = (sys.executable, "-ISs", "-c", "import os; os.read(0, 1)")
 """Exits at the end of its input. A start takes some 15 ms of a processor."""
 
@@ -44,14 +42,16 @@ class Closer:
         self._lock = threading.Lock()
         self._starting = threading.Lock()
         self._waiting: list[int] = []
+        self._is_gathering = False
+        """Whether a thread is about to take what waits."""
         self._threads = 0
         self._count = 0
 
-    @property
-    def is_full(self) -> bool:
-        """Whether too many wait to be closed. With none left to open the kernel drops what a client
-        passes, on the thread that receives."""
-        return self._count > 0 and self._count > _limit() // SHARE_MAX
+    def exceeds(self, share: float) -> bool:
+        """Whether more than this share of the descriptors that the node may open are to be closed.
+        With none left to open the kernel drops what a client passes, on the thread that
+        receives."""
+        return self._count > 0 and self._count > share * descriptors_max()
 
     def close_connection(self, connection: socket.socket) -> None:
         """End a unix socket at once, and close it soon if there are bytes that nobody received.
@@ -64,31 +64,34 @@ class Closer:
             connection.close()
 
     def close(self, descriptors: Sequence[int]) -> None:
-        """Close descriptors, and what nobody received from them, soon. Never waits."""
+        """Close descriptors, and what nobody received from them, soon. Never waits. Also starts a
+        thread for those that wait, if there could be none before."""
         with self._lock:
             self._waiting.extend(descriptors)
             self._count += len(descriptors)
-            if not self._waiting or self._threads == CLOSERS_MAX:
+            if not self._waiting or self._is_gathering or self._threads == CLOSERS_MAX:
                 return
+            self._is_gathering = True
             self._threads += 1
         try:
             threading.Thread(target=self._run, name="lb-close", daemon=True).start()
         except RuntimeError:  # no memory for a thread: the next call starts one
             with self._lock:
+                self._is_gathering = False
                 self._threads -= 1
 
     def _run(self) -> None:
         time.sleep(GATHERING_SECONDS)
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._threads -= 1
-                    return
-                descriptors, self._waiting = self._waiting, []
-            try:
-                self._close(descriptors)
-            except Exception:  # noqa: BLE001 -- this thread is still to close the others
-                _log.exception("descriptors of clients were not closed; please report this bug")
+        with self._lock:
+            descriptors, self._waiting = self._waiting, []
+            self._is_gathering = False
+        try:
+            self._close(descriptors)
+        except Exception:  # noqa: BLE001 -- others are still to be closed
+            _log.exception("descriptors of clients were not closed; please report this bug")
+        with self._lock:
+            self._threads -= 1
+        self.close(())  # what came while there were as many threads as may be
 
     def _close(self, descriptors: Sequence[int]) -> None:
         foreign = [one for one in descriptors if not _is_memory(one)]
@@ -97,8 +100,8 @@ class Closer:
         for descriptor in descriptors:
             with suppress(OSError):  # it is closed also where its file system reports an error
                 os.close(descriptor)
-            with self._lock:
-                self._count -= 1
+        with self._lock:
+            self._count -= len(descriptors)
         if heir is not None:
             heir.communicate()
 
@@ -109,7 +112,8 @@ def urgent_in_line(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
 
 
-def _limit() -> int:
+def descriptors_max() -> int:
+    """How many this process may open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -130,9 +134,9 @@ def _is_memory(descriptor: int) -> bool:
 def _start_heir(descriptors: Sequence[int]) -> "subprocess.Popen[bytes] | None":
     """A process that has these descriptors until its input ends. None if there cannot be another
     one: then they are closed here, and what lingers keeps a thread."""
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, True)
     try:
-        return subprocess.Popen(_HEIR, stdin=subprocess.PIPE, close_fds=False, env={}, cwd="/")
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, True)
+        return subprocess.Popen(_HEIR, stdin=subprocess.PIPE, close_fds=False, cwd="/")
     except OSError:
         return None

@@ -58,9 +58,11 @@ RECEIVED_MAX = 253
 """Descriptors of one message, by Linux. With room for fewer the kernel would close the others, on
 the thread that receives."""
 ANCILLARY_BYTES = socket.CMSG_SPACE(RECEIVED_MAX * array.array("i").itemsize)
-FULL_PAUSE_SECONDS = 0.05
-"""Nothing is read from clients for so long while too many of their descriptors wait to be
-closed."""
+SHARE_OF_SESSIONS, SHARE_OF_STRANGERS = 1 / 4, 1 / 8
+"""While more than this share of the descriptors that the node may open are to be closed, nothing is
+read from clients, or from those without a session: a crowd of these keeps no session waiting."""
+PAUSE_SECONDS = 0.05
+"""Until it is tried again."""
 _READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC) | int(socket.MSG_DONTWAIT)
 """MSG_DONTWAIT: a thread that sends on the same socket may have made it blocking."""
 _CUT_OFF = int(socket.MSG_CTRUNC)
@@ -128,7 +130,7 @@ class Connection:
     ) -> None:
         """`closer` is for a client's socket, which passes descriptors. `pending`: see
         `new_pending`. `turns`: shared with others; its own by default. A larger header ends the
-        connection, unless `allow_large_headers` came first."""
+        connection, unless `begin_session` came first."""
         self._loop = loop
         self._socket = sock
         self._protocol = protocol
@@ -140,6 +142,7 @@ class Connection:
         self._turns = Turns(loop) if turns is None else turns
         self._descriptors: list[int] = []
         self._open = True
+        self._has_session = False
         self._is_heard = True
         self._gathering = False
         self._is_in_use = False
@@ -222,8 +225,9 @@ class Connection:
         self._output += frame[sent:]
         self._flush()
 
-    def allow_large_headers(self) -> None:
-        """The remote end has a session."""
+    def begin_session(self) -> None:
+        """The remote end has a session: its headers may be large."""
+        self._has_session = True
         self._decoder.max_header_bytes = MAX_HEADER_BYTES
 
     def take_descriptor(self) -> int:
@@ -295,11 +299,16 @@ class Connection:
             self.end(ProtocolError(f"{self._decoder.buffered_bytes} bytes of requests wait"))
 
     def _readable(self) -> None:
-        if self._closer is not None and self._closer.is_full:
+        if self._closer is not None and self._is_paused():
             self._watch(False)
-            self._loop.call_later(FULL_PAUSE_SECONDS, self._resume)
+            self._closer.close(())
+            self._loop.call_later(PAUSE_SECONDS, self._resume)
         elif self._turns.work(self):
             self._watch(False)
+
+    def _is_paused(self) -> bool:
+        share = SHARE_OF_SESSIONS if self._has_session else SHARE_OF_STRANGERS
+        return self._closer is not None and self._closer.exceeds(share)
 
     def _resume(self) -> None:
         if self._open and not self._is_watched:
@@ -315,7 +324,7 @@ class Connection:
 
     def _read(self) -> bool:
         """Whether there was something to read, and is room for descriptors that came with it."""
-        if self._closer is not None and self._closer.is_full:
+        if self._is_paused():
             return False
         try:
             data, ancillary, flags, _ = self._socket.recvmsg(

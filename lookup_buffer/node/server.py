@@ -31,7 +31,7 @@ from lookup_buffer.errors import (
 from lookup_buffer.node.arena import Arena
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.client_process import ClientProcess
-from lookup_buffer.node.closer import Closer
+from lookup_buffer.node.closer import Closer, descriptors_max
 from lookup_buffer.node.connection import (
     HELLO_BYTES_MAX,
     Answer,
@@ -98,6 +98,9 @@ from lookup_buffer.times import QUARANTINE_SECONDS
 CONNECTIONS_MAX = 1024
 """Of clients, with the sessions that were lost and still have pins, and inserts that go on after
 the end of their connection. Each session has a descriptor more, for its process."""
+DESCRIPTORS_PER_CONNECTION = 12
+"""Where a node may open few, it has a connection for so many. One of a client can hold seven: its
+own, that of its process, a staging area, and four that it has passed."""
 HELLO_SECONDS = 5.0
 """A connection that has no session after this time is closed."""
 LAST_READ_SECONDS = 0.1
@@ -250,7 +253,8 @@ class Server:
             self.loop.remove_reader(self._listener.fileno())
             self.loop.call_later(TRY_AGAIN_SECONDS, self._watch)
             return
-        if len(self._of) + self._lost + self.inserts.left >= CONNECTIONS_MAX:
+        most = min(CONNECTIONS_MAX, descriptors_max() // DESCRIPTORS_PER_CONNECTION)
+        if len(self._of) + self._lost + self.inserts.left >= most:
             self.closer.close_connection(sock)
             return
         connection = Connection(
@@ -482,7 +486,7 @@ class Server:
         session = Session(number, connection, seat, self._waits)
         self._of[connection] = self._sessions[number] = session
         self._probes.discard(connection)
-        connection.allow_large_headers()
+        connection.begin_session()
         self.counters.add("sessions_opened")
         return session
 
@@ -536,7 +540,7 @@ class Server:
             raise NodeRefused("this session does not exist: it ended, or the node restarted")
         session.connections.add(connection)
         self._of[connection] = session
-        connection.allow_large_headers()
+        connection.begin_session()
         connection.send({"id": request.id})
 
 

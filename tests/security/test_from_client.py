@@ -247,7 +247,7 @@ def test_who_still_has_a_passed_socket_cannot_let_it_linger_again(node: NodeProc
 def test_who_holds_the_lock_of_a_passed_socket_stops_nobody(start_node: StartNode) -> None:
     """That of its queue, which who receives from it waits for, in a call that no signal ends."""
     node = start_node(capacity_bytes=ARENA_BYTES)
-    before = node.stats()["open_files"]
+    before = node.open_files()
     with ExitStack() as stack:
         for _ in range(CLOSERS_MAX):
             there, here = (stack.enter_context(one) for one in socket.socketpair())
@@ -263,18 +263,86 @@ def test_who_holds_the_lock_of_a_passed_socket_stops_nobody(start_node: StartNod
 
 def test_more_descriptors_than_a_node_may_open_delay_nobody(node: NodeProcess) -> None:
     """With none left to open, the kernel closes them on the thread that receives: the loop's."""
-    _, most = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
-    files = node.open_files()
-    with ExitStack() as stack:
+    with few_descriptors(node, node.open_files() + 1000), ExitStack() as stack:
         sockets = stack.enter_context(lingering(10))
-        stack.callback(resource.prlimit, node.pid, resource.RLIMIT_NOFILE, (most, most))
-        resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (files + 1000, most))
         with node.frozen():
             for one in sockets:
                 client = stack.enter_context(raw(node, session=False))
                 pass_on(client, STATS, [os.dup(one) for _ in range(253)])
                 os.close(one)
         assert_answers(node)
+
+
+@contextmanager
+def few_descriptors(node: NodeProcess, count: int) -> Iterator[None]:
+    """As where a system allows a process few of them."""
+    _, most = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (count, most))
+    try:
+        yield
+    finally:
+        resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (most, most))
+
+
+def assert_session_answers(session: Raw) -> None:
+    began = time.monotonic()
+    session.socket.settimeout(scaled(5.0))
+    session.ask(messages.Stats(7))
+    assert time.monotonic() - began < scaled(1.0) < LINGER_SECONDS
+
+
+CROWD = """
+import os, select, socket, sys
+path, message, crowd = sys.argv[1], bytes.fromhex(sys.argv[2]), []
+null = os.open(os.devnull, os.O_RDONLY)
+while True:
+    while len(crowd) < 300:
+        crowd.append(socket.socket(socket.AF_UNIX))
+        crowd[-1].settimeout(1.0)
+        try:
+            crowd[-1].connect(path)
+            socket.send_fds(crowd[-1], [message], [null] * 253)
+        except OSError:  # the node's queue of connections is full
+            break
+    for ended in select.select(crowd, [], [], 0.01)[0]:
+        crowd.remove(ended)
+        ended.close()
+"""
+
+
+def test_a_crowd_that_passes_descriptors_keeps_no_session_waiting(node: NodeProcess) -> None:
+    """Each new connection passes as many as a message has, and comes again when it is ended."""
+    command = [sys.executable, "-ISs", "-c", CROWD, str(node.socket_path), STATS.hex()]
+    with few_descriptors(node, 4096), raw(node) as session:
+        crowd = subprocess.Popen(command)
+        try:
+            until = time.monotonic() + 5.0
+            while time.monotonic() < until:
+                assert_session_answers(session)
+        finally:
+            crowd.kill()
+            crowd.wait()
+
+
+def test_what_connections_hold_leaves_descriptors_free(node: NodeProcess) -> None:
+    """Each has an area, and four more that no request has taken."""
+    with few_descriptors(node, 1200), raw(node) as session, ExitStack() as stack:
+        clients = list[Raw]()
+        for _ in range(300):
+            client = Raw(node)
+            stack.callback(client.socket.close)
+            with suppress(OSError, AssertionError):  # it is one too many
+                client.hello()
+                area = memfd(4096)
+                client.ask(messages.Stage(1), [area])
+                pass_on(client, STATS, [area, *(memfd(4096) for _ in range(3))])
+                clients.append(client)
+        assert len(clients) > 12
+        sockets = stack.enter_context(lingering(12))
+        with node.frozen():
+            for client, one in zip(clients, sockets, strict=False):
+                pass_on(client, STATS, [one])
+        assert_session_answers(session)
 
 
 def test_what_lingers_does_not_keep_a_node_from_its_end(start_node: StartNode) -> None:

@@ -551,27 +551,6 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["CLIENT TRACKING ON", "ZUNION 2 lb:hits:a lb:hits:a", "ZRANDMEMBER lb:hits:a -1000000"],
-)
-def test_it_may_not_fill_the_memory_of_the_server_or_stop_it(
-    readers_url: str, valkey_server: EmbeddedServer, words: str
-) -> None:
-    """Of tracked keys a server bounds the number, and not on how many connections each is tracked:
-    its memory stayed full after the reader had left. A union of sets is one step of the server."""
-    assert readers_url  # the user exists
-    refused = command(valkey_server.url, "ACL", "DRYRUN", USER, *words.split())
-    assert b"has no permissions to run" in refused
-
-
-def test_a_reader_has_no_mirror_unless_it_is_trusted() -> None:
-    settings: dict[str, Any] = {"store_url": "redis://127.0.0.1:1"}
-    assert BufferConfig(**settings).mirrored
-    assert not BufferConfig(**settings, read_only=True).mirrored
-    assert BufferConfig(**settings, read_only=True, mirror=True).mirrored
-
-
 def test_replies_that_a_reader_does_not_read_evict_no_record(tmp_path: Path) -> None:
     """On a server as shipped. They count as its memory, and it would evict all records for them."""
     port, records = free_port(), 20_000

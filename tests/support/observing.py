@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +57,10 @@ def chromium_executable() -> str:
     return found
 
 
+class NoAnswer(Exception):
+    """Of the browser, in time."""
+
+
 class Browser:
     def __init__(self, executable: str) -> None:
         self._profile = tempfile.mkdtemp(prefix="lbb-")
@@ -79,7 +83,9 @@ class Browser:
         self._answers: dict[int, dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
 
-    def call(self, method: str, session: str = "", **parameters: Any) -> dict[str, Any]:
+    def call(
+        self, method: str, session: str = "", seconds: float = CALL_SECONDS, **parameters: Any
+    ) -> dict[str, Any]:
         """Ask, and wait for the answer."""
         self._number += 1
         asked = {"id": self._number, "method": method, "params": parameters}
@@ -88,7 +94,7 @@ class Browser:
         data = json.dumps(asked).encode() + b"\0"
         while data:
             data = data[os.write(self._out, data) :]
-        deadline = time.monotonic() + CALL_SECONDS
+        deadline = time.monotonic() + seconds
         while self._number not in self._answers:
             self._read(deadline - time.monotonic())
         answer = self._answers.pop(self._number)
@@ -98,7 +104,8 @@ class Browser:
 
     def _read(self, seconds: float) -> None:
         readable, _, _ = select.select([self._in], [], [], max(0.0, seconds))
-        assert readable, "the browser does not answer"
+        if not readable:
+            raise NoAnswer("the browser does not answer")
         part = os.read(self._in, 1 << 20)
         assert part, "the browser ended"
         *messages, self._unread = (self._unread + part).split(b"\0")
@@ -109,20 +116,29 @@ class Browser:
                 self.events.append(message)
 
     def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> "Tab":
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
-        tab = Tab(self, target, attached["sessionId"])
+        tab = self._new_tab()
         for domain in ("Page", "Runtime", "Log", "Performance", "HeapProfiler"):
             tab.call(f"{domain}.enable")
         tab.look(width, height, dark=dark)
         tab.go(url)
         return tab
 
+    def _new_tab(self) -> "Tab":
+        """Chromium sometimes makes one that never answers."""
+        for seconds in (CALL_SECONDS / 6, CALL_SECONDS):
+            target = self.call("Target.createTarget", url="about:blank")["targetId"]
+            attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+            tab = Tab(self, target, attached["sessionId"])
+            with suppress(NoAnswer):
+                self.call("Runtime.enable", attached["sessionId"], seconds)
+                break
+        return tab
+
     def close(self) -> None:
         try:
             self.call("Browser.close")
             self._process.wait(END_SECONDS)
-        except (AssertionError, OSError, subprocess.TimeoutExpired):
+        except (NoAnswer, AssertionError, OSError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
         os.close(self._in)

@@ -278,3 +278,23 @@ def test_other_nodes_share_the_turns_too(monkeypatch: pytest.MonkeyPatch) -> Non
     askers.close()
     node.close()
     loop.close()
+
+
+@pytest.mark.parametrize(
+    ("share", "read"), [(0.1, [True, True]), (0.2, [True, False]), (0.3, [False, False])]
+)
+def test_while_descriptors_are_to_be_closed_sessions_are_read_longer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, share: float, read: list[bool]
+) -> None:
+    """Else a crowd of connections without a session keeps all who have one waiting."""
+    (client, session), (other, stranger) = bench.connect(), bench.connect()
+    session.begin_session()
+    monkeypatch.setattr(bench.closer, "exceeds", lambda most: share > most)
+    client.send(frames(1))
+    other.send(frames(1))
+    bench.loop.run(5)
+    assert [bool(bench.messages(one)) for one in (session, stranger)] == read
+    share = 0.0
+    bench.loop.now += 1.0  # the pause is over
+    bench.loop.run(5)
+    assert bench.messages(session) == bench.messages(stranger) == numbered(1)
