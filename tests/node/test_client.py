@@ -258,14 +258,14 @@ def test_time_to_live_travels_with_the_copies(
 
 
 def test_an_expired_key_can_be_stored_again_at_once(buffer: LookupBuffer) -> None:
-    where = key()
-    for value in range(3):
-        outcome = buffer.insert(where, torch.full((3,), float(value)), ttl_seconds=0.05)
+    where, ttl_seconds = key(), 1.5
+    for value in range(2):
+        outcome = buffer.insert(where, torch.full((3,), float(value)), ttl_seconds=ttl_seconds)
         assert outcome is InsertOutcome.STORED
         found = buffer.select(where)
         assert found is not None
         assert found.eq(value).all()
-        time.sleep(0.06)
+        time.sleep(ttl_seconds + 0.01)
 
 
 @pytest.mark.parametrize("ttl", [-1.0, float("nan"), float("inf"), 1e9])
