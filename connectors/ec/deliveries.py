@@ -77,7 +77,10 @@ class _Wait:
     reason: MaybeMissed = ""
     """Why the last item did not arrive."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes of items that are here and wait for space, by identifier."""
+    """Bytes of items that are here and wait for space, by identifier. While there are any, the
+    request holds none of its items."""
+    estimated: set[str] = field(default_factory=set)
+    """Those of them whose size is an estimate."""
     claims: RequestClaims | None = None
     """Query for the holders of the items' claims, made when the deadline passes."""
     answer_deadline: float = 0.0
@@ -139,7 +142,6 @@ class MetadataWaits:
         ]
         if settled:
             wait.next_check_at = 0.0  # `EcGate` may return before it calls `check`
-        lack_space = False
         for pin in settled:
             del wait.in_flight[pin.identifier]
             item = wait.items.get(pin.identifier)
@@ -148,16 +150,16 @@ class MetadataWaits:
                 continue
             wait.reason = self._pin(state, item, pin)
             wait.sizes.pop(pin.identifier, None)
+            wait.estimated.discard(pin.identifier)
             if wait.reason and wait.reason in PERMANENT:
                 wait.failed = _unavailable([item], wait.reason)
-            if wait.reason == MissReason.NO_ROOM:
-                lack_space = True
-                size = pin.nbytes or self._pins.estimated_bytes(item.num_embeds)
-                wait.sizes[pin.identifier] = size
+            if wait.reason == MissReason.NO_ROOM and pin.nbytes:
+                wait.sizes[pin.identifier] = pin.nbytes
+            elif wait.reason == MissReason.NO_ROOM:
+                self._estimate(wait, [item])
             if not wait.reason:
                 wait.stored = 0
-        if lack_space:
-            wait.reason = MissReason.NO_ROOM
+        if settled and wait.sizes.keys() & wait.items.keys() - wait.in_flight.keys():
             self._drop_partial_pins(state, wait)
 
     def check(self, state: RequestState, lacking: Sequence[RequestItem]) -> Unavailable | None:
@@ -165,10 +167,8 @@ class MetadataWaits:
         wait, now = self._waits.get(state.request_id), self._clock()
         if wait is None:
             wait = self._waits[state.request_id] = _Wait()
-            if state.over_budget:
-                wait.reason = MissReason.NO_ROOM
-                size = self._pins.estimated_bytes
-                wait.sizes = {item.identifier: size(item.num_embeds) for item in lacking}
+        if wait.since is None and state.over_budget:
+            self._estimate(wait, lacking)
         if wait.since is None:
             left = max(0.0, self._wait_seconds - wait.waited_seconds)
             wait.since, wait.deadline = now, now + left
@@ -180,7 +180,7 @@ class MetadataWaits:
                 self._check_holders(state.request_id, wait, now)
         if wait.failed is None:
             self._prefetch(wait, now)
-        else:
+        if wait.failed is not None:
             self._give_up(state.request_id, wait)
         return wait.failed
 
@@ -207,25 +207,41 @@ class MetadataWaits:
             wait.next_prefetch_at = now + LOOKUP_INTERVAL_SECONDS
             absent = [item for item in new if item.identifier not in wait.sizes]
             self._start(wait, absent, NODE_WAIT_SECONDS)
-            new = [item for item in new if item.identifier in wait.sizes]
-            nbytes = sum(wait.sizes[item.identifier] for item in new)
-            if self._pins.has_space(min(nbytes, self._pins.budget_bytes)):
-                self._start(wait, new, wait_seconds=0.0)
-                new = []
+            new = self._start_for_space(wait, [one for one in new if one.identifier in wait.sizes])
         if new:
             wait.next_check_at = min(wait.next_check_at, wait.next_prefetch_at)
+
+    def _start_for_space(self, wait: _Wait, items: list[RequestItem]) -> list[RequestItem]:
+        """Prefetch all of these that wait for space, once there is space for all. Returns those
+        that still wait. If they may need more than the budget, one is prefetched, for its size."""
+        nbytes = sum(wait.sizes[item.identifier] for item in items)
+        most = self._pins.budget_bytes
+        first = items
+        if nbytes > most:
+            first = [item for item in items if item.identifier in wait.estimated][:1]
+            nbytes = min(most, sum(wait.sizes[item.identifier] for item in first))
+            if not first:
+                wait.failed = _unavailable(items, MissReason.OVER_BUDGET)
+        if not self._pins.has_space(nbytes):
+            return items
+        self._start(wait, first, wait_seconds=0.0)
+        return [item for item in items if item not in first]
 
     def _start(self, wait: _Wait, items: Sequence[RequestItem], wait_seconds: float) -> None:
         """Prefetch these items. What waits for space is charged to the budget until it is settled;
         what may never be stored is charged when it has arrived."""
-        left = self._pins.budget_bytes
         keys = [item.key for item in items]
         handles = self._buffer.prefetch(keys, wait_seconds=wait_seconds) if keys else []
         for item, handle in zip(items, handles, strict=True):
-            nbytes = min(left, wait.sizes.get(item.identifier, 0))
-            left -= nbytes
+            nbytes = min(self._pins.budget_bytes, wait.sizes.get(item.identifier, 0))
             pin = wait.in_flight[item.identifier] = Pin(item.identifier, handle, nbytes)
             self._pins.charge(pin)
+
+    def _estimate(self, wait: _Wait, items: Iterable[RequestItem]) -> None:
+        """These are here, or may be, and there was no space for them."""
+        for item in items:
+            wait.sizes[item.identifier] = self._pins.estimated_bytes(item.num_embeds)
+            wait.estimated.add(item.identifier)
 
     def _pin(self, state: RequestState, item: RequestItem, pin: Pin) -> MaybeMissed:
         """Pin what arrived for the request, or return the reason why it cannot be used."""
@@ -239,7 +255,7 @@ class MetadataWaits:
         if not reason and shared is not None and self._pins.is_resident(shared):
             self._buffer.release(pin.handle)
             pin = shared
-        elif not reason and self._pins.has_space(pin.nbytes):
+        elif not reason and self._pins.has_space(pin.nbytes - (shared.nbytes if shared else 0)):
             self._pins.add(pin)
         else:
             self._buffer.release(pin.handle)
@@ -259,6 +275,7 @@ class MetadataWaits:
             pin = self._pins.get(name)
             if pin is not None:
                 wait.sizes[name] = pin.nbytes
+                wait.estimated.discard(name)
             state.absent.add(name)  # prefetched again by `_prefetch`
             del state.wanted[name]
             self._pins.drop(name, state.request_id)
@@ -288,7 +305,8 @@ class MetadataWaits:
             case ClaimOutcome.HELD:
                 wait.failed = _unavailable(wait.items.values(), MissReason.CLAIMED, handle.holder)
             case _:
-                wait.failed = _unavailable(wait.items.values(), wait.reason or MissReason.ABSENT)
+                reason = MissReason.NO_ROOM if wait.sizes else wait.reason or MissReason.ABSENT
+                wait.failed = _unavailable(wait.items.values(), reason)
 
     def _end_query(self, request_id: str, wait: _Wait) -> None:
         claims, wait.claims = wait.claims, None

@@ -308,9 +308,10 @@ def test_requests_that_wait_for_space_pin_no_more_than_the_budget(first: str) ->
 
 
 @pytest.mark.parametrize("row_bytes", [EMBED_BYTES, 2 * EMBED_BYTES])
-def test_requests_that_wait_for_space_hold_none_of_it(row_bytes: int) -> None:
-    """The larger items find no space, the smaller ones do: with these held, the larger ones never
-    would. Nor if the last item that was loaded had larger rows."""
+@pytest.mark.parametrize("smaller_at", [0, 5])
+def test_requests_that_wait_for_space_hold_none_of_it(row_bytes: int, smaller_at: int) -> None:
+    """The larger items find no space, the smaller ones do, at the same time or later: with these
+    held, the larger ones never would. Nor if the last item that was loaded had larger rows."""
     unit = EMBEDS * EMBED_BYTES
     bench = Bench(prefetch_bytes=4 * unit)
     other = make_request("other", "o1", "o2")
@@ -326,9 +327,11 @@ def test_requests_that_wait_for_space_hold_none_of_it(row_bytes: int) -> None:
     assert bench.ensure(other)
     for one in ("1", "2"):
         bench.store(f"A{one}", rows=3 * EMBEDS)
-        bench.store(f"B{one}")
     bench.scheduler.pins.record_size(1, row_bytes)
     for step in range(40):
+        if step == smaller_at:
+            bench.store("B1")
+            bench.store("B2")
         for request in list(left):
             if bench.ensure(request):
                 assert all(bench.allocate(request, index) for index in range(2))
@@ -336,6 +339,26 @@ def test_requests_that_wait_for_space_hold_none_of_it(row_bytes: int) -> None:
         bench.build(finished=["other"] if step == 10 else [])
         bench.clock.now += 0.05
     assert not left, "they pass long before their time limit"
+
+
+def test_a_request_whose_items_exceed_the_budget_together_fails_alone() -> None:
+    """Each of them fits, so their sizes are only known one after the other. They were pinned
+    together, beside the budget."""
+    unit = EMBEDS * EMBED_BYTES
+    bench = Bench(prefetch_bytes=4 * unit)
+    names = [f"item-{number}" for number in range(5)]
+    for name in names:
+        bench.store(name)
+    request = make_request("all", *names, metadata_only=True)
+    for _ in range(40):
+        assert not bench.ensure(request)
+        assert len(bench.buffer.pinned) <= 4
+        bench.build()
+        bench.clock.now += 0.05
+    assert bench.scheduler.gate.take_unavailable_requests()["all"].reason == "over_budget"
+    bench.build(finished=["all"])
+    assert bench.scheduler.pins.held_bytes == 0
+    assert not bench.buffer.pinned
 
 
 def test_one_of_two_items_is_no_output_of_the_encoder() -> None:

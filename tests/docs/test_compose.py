@@ -151,6 +151,15 @@ def test_an_engine_may_write_to_the_caches_of_libraries(name: str) -> None:
         assert any(f"{given[variable]}/".startswith(f"{place}/") for place in volumes), variable
 
 
+def test_no_two_services_share_a_folder_that_one_of_the_engines_may_write() -> None:
+    """Who may write in an engine's home runs code as that engine: its health check was enough."""
+    mounts = {name: Service(name).raw.get("volumes", []) for name in SERVICES}
+    for name in ENGINES:
+        written = {one.split(":")[0] for one in mounts[name] if not one.endswith(":ro")}
+        for other in mounts.keys() - {name}:
+            assert not written & {one.split(":")[0] for one in mounts[other]}, (name, other)
+
+
 def test_every_mount_exists_and_every_secret_is_made(tmp_path: Path) -> None:
     shutil.copy(ROOT / "deploy/make-secrets", tmp_path)
     for _ in range(2):  # the second time it changes nothing

