@@ -138,5 +138,5 @@ def _start_heir(descriptors: Sequence[int]) -> "subprocess.Popen[bytes] | None":
         for descriptor in descriptors:
             os.set_inheritable(descriptor, True)
         return subprocess.Popen(_HEIR, stdin=subprocess.PIPE, close_fds=False, cwd="/")
-    except OSError:
+    except (OSError, MemoryError, subprocess.SubprocessError):
         return None

@@ -60,6 +60,8 @@ BYTES_PER_SECOND_MIN = 16e6
 a slow network, the lease lasts until the end of that, and as long again."""
 HANDOFF_OWNER = -3
 """Owner of the pins on leased items."""
+WON_MAX: Final = 16_384
+"""Bound on the won leases that are remembered, of all takers: each has its key, of up to 4 KB."""
 ABSENT: Final = OwnerReply("absent")
 TAKES_MAX: Final = 4096
 """Bound on the queued takers of one other node."""
@@ -118,6 +120,8 @@ class Handoffs:
     """Called when takers have something to wait for there, and may queue."""
     _leases: Owned[Lease] = field(default_factory=Owned)
     """By token. Won leases stay for a while, since the winner may repeat its acknowledgement."""
+    _won: dict[int, Lease] = field(default_factory=dict)
+    """Those of them, the oldest first."""
     _queues: "dict[QualifiedKey, OrderedDict[asyncio.Future[Lease | None], Hashable]]" = field(
         default_factory=dict
     )
@@ -180,7 +184,8 @@ class Handoffs:
 
     def acknowledge(self, token: int, taker: Hashable | None = None) -> bool:
         """Whether the lease was valid: the item is then the taker's, and removed. Repeated
-        requests get the same answer for the time of the lease and REMEMBERED_SECONDS more.
+        requests get the same answer for the time of the lease and REMEMBERED_SECONDS more, unless
+        WON_MAX others are won meanwhile.
 
         A session acknowledges only leases of its own: it is `taker`. Another node may repeat its
         acknowledgement on a new connection.
@@ -194,6 +199,9 @@ class Handoffs:
         lease.won = True
         lease.end.cancel()
         lease.end = self.loop.call_later(lease.seconds + REMEMBERED_SECONDS, self._over, token)
+        self._won[token] = lease
+        if len(self._won) > WON_MAX:
+            self._forget(next(iter(self._won.values())))
         item = lease.held.item
         namespace, key = item.address
         _log.info(
@@ -415,7 +423,7 @@ class Handoffs:
     def _over(self, token: int) -> None:
         lease = self._leases[token]
         if lease.won:
-            self._leases.drop(lease.taker, token)
+            self._forget(lease)
             return
         was_sent = lease.is_sent
         lease.is_sent = lease.held.item.peer_pins > 0
@@ -424,6 +432,11 @@ class Handoffs:
             lease.end = self.loop.call_later(seconds, self._over, token)
         else:
             self._give_back(lease)
+
+    def _forget(self, won: Lease) -> None:
+        won.end.cancel()
+        del self._won[won.token]
+        self._leases.drop(won.taker, won.token)
 
     def _decline(self, lease: Lease | None) -> None:
         if lease is not None:

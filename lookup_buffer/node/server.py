@@ -34,6 +34,7 @@ from lookup_buffer.node.client_process import ClientProcess
 from lookup_buffer.node.closer import Closer, descriptors_max
 from lookup_buffer.node.connection import (
     HELLO_BYTES_MAX,
+    SHARE_OF_SESSIONS,
     Answer,
     Connection,
     Fields,
@@ -98,9 +99,13 @@ from lookup_buffer.times import QUARANTINE_SECONDS
 CONNECTIONS_MAX = 1024
 """Of clients, with the sessions that were lost and still have pins, and inserts that go on after
 the end of their connection. Each session has a descriptor more, for its process."""
-DESCRIPTORS_PER_CONNECTION = 12
-"""Where a node may open few, it has a connection for so many. One of a client can hold seven: its
-own, that of its process, a staging area, and four that it has passed."""
+CONNECTIONS_MIN = 8
+CONNECTION_DESCRIPTORS = 7
+"""What one of them can hold: its own, that of its process, a staging area, and four that the client
+has passed."""
+OTHER_DESCRIPTORS = 2600
+"""What the node itself has, at most: two for each connection of another node, some for Redis, and
+the message with which too many are to be closed."""
 HELLO_SECONDS = 5.0
 """A connection that has no session after this time is closed."""
 LAST_READ_SECONDS = 0.1
@@ -113,6 +118,13 @@ STRANGERS_MAX = 16
 TRY_AGAIN_SECONDS = 0.05
 """Pause before the next accept, if the process has no free descriptor."""
 _log = logging.getLogger(__name__)
+
+
+def connections_max() -> int:
+    """Of clients: CONNECTIONS_MAX, or as many as leave the node descriptors of its own, beside what
+    may wait to be closed."""
+    for_clients = descriptors_max() * (1 - SHARE_OF_SESSIONS) - OTHER_DESCRIPTORS
+    return min(CONNECTIONS_MAX, max(CONNECTIONS_MIN, int(for_clients / CONNECTION_DESCRIPTORS)))
 
 
 @dataclass(slots=True)
@@ -253,8 +265,7 @@ class Server:
             self.loop.remove_reader(self._listener.fileno())
             self.loop.call_later(TRY_AGAIN_SECONDS, self._watch)
             return
-        most = min(CONNECTIONS_MAX, descriptors_max() // DESCRIPTORS_PER_CONNECTION)
-        if len(self._of) + self._lost + self.inserts.left >= most:
+        if len(self._of) + self._lost + self.inserts.left >= connections_max():
             self.closer.close_connection(sock)
             return
         connection = Connection(

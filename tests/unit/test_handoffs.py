@@ -125,6 +125,7 @@ def owner() -> Iterator[Owner]:
     owner.loop.run(1000.0)
     assert owner.at_rest(), "when all leases are over nothing is held"
     assert not owner.handoffs._leases
+    assert not owner.handoffs._won
     assert not owner.handoffs._queues
     owner.arena.remove_expired()
     assert owner.arena.gauges().handoff_bytes == 0
@@ -146,6 +147,19 @@ def test_an_acknowledgement_wins_and_may_be_repeated(owner: Owner) -> None:
     assert owner.handoffs.acknowledge(taker.token), "his link may have broken, and he asks again"
     owner.loop.run(REMEMBERED_SECONDS)
     assert not owner.handoffs.acknowledge(taker.token), "for so long, not for ever"
+
+
+def test_won_leases_are_bounded_however_long_they_last(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lookup_buffer.node.handoffs.WON_MAX", 3)
+    tokens = []
+    for _ in range(5):
+        owner.insert()
+        tokens.append(Taker(owner).take().token)
+        assert owner.handoffs.acknowledge(tokens[-1])
+    assert len(owner.handoffs._leases) == 3
+    assert [owner.handoffs.acknowledge(token) for token in tokens] == [False] * 2 + [True] * 3
 
 
 def test_a_taker_of_an_absent_key_gets_a_miss(owner: Owner) -> None:
