@@ -261,6 +261,7 @@ def test_who_holds_the_lock_of_a_passed_socket_stops_nobody(start_node: StartNod
         assert node.terminate() == 0
 
 
+@pytest.mark.alone  # Linux bounds what all processes of a user have on their way
 def test_more_descriptors_than_a_node_may_open_delay_nobody(node: NodeProcess) -> None:
     """With none left to open, the kernel closes them on the thread that receives: the loop's."""
     with few_descriptors(node, node.open_files() + 1000), ExitStack() as stack:
@@ -309,6 +310,7 @@ while True:
 """
 
 
+@pytest.mark.alone  # Linux bounds what all processes of a user have on their way
 def test_a_crowd_that_passes_descriptors_keeps_no_session_waiting(node: NodeProcess) -> None:
     """Each new connection passes as many as a message has, and comes again when it is ended."""
     command = [sys.executable, "-ISs", "-c", CROWD, str(node.socket_path), STATS.hex()]
@@ -326,6 +328,7 @@ def test_a_crowd_that_passes_descriptors_keeps_no_session_waiting(node: NodeProc
         assert answers >= 20, "hundreds on a fast machine"
 
 
+@pytest.mark.alone  # Linux bounds what all processes of a user have on their way
 def test_what_connections_hold_leaves_descriptors_free(node: NodeProcess) -> None:
     """Each has an area, and four more that no request has taken."""
     with few_descriptors(node, 4096), raw(node) as session, ExitStack() as stack:
