@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 CLOCK_JUMP_SECONDS = 30.0
 _PAGE = 1000  # keys in one round trip: about a millisecond of the server's time
+_DESCRIPTIONS_PAGE = 32
+"""Of 64 KiB at most: a server ends a connection to which it has to send much."""
 
 
 class _ServerClock:
@@ -213,10 +215,13 @@ class RedisStore(BrowsableStore):
 
     async def namespaces(self) -> dict[str, dict[str, str]]:
         described = {}
-        async for name, fields in self._client.walk_hashes(layout.namespace("*")):
-            parts = {_text(part): _text(value) for part, value in fields.items()}
-            if parts:
-                described[_text(name).rpartition(":")[2]] = parts
+        async for names in self._client.walk(layout.namespace("*")):
+            for start in range(0, len(names), _DESCRIPTIONS_PAGE):
+                page = names[start : start + _DESCRIPTIONS_PAGE]
+                for name, fields in zip(page, await self._client.read_hashes(page), strict=True):
+                    parts = {_text(part): _text(value) for part, value in fields.items()}
+                    if parts:
+                        described[_text(name).rpartition(":")[2]] = parts
         return described
 
     async def add_hits(self, namespace: str, hits: Mapping[str, int]) -> None:

@@ -225,7 +225,7 @@ class MetadataWaits:
         if not self._pins.has_space(nbytes):
             return items
         self._start(wait, first, wait_seconds=0.0)
-        return [item for item in items if item not in first]
+        return [] if first is items else items
 
     def _start(self, wait: _Wait, items: Sequence[RequestItem], wait_seconds: float) -> None:
         """Prefetch these items. What waits for space is charged to the budget until it is settled;

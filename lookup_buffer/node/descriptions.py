@@ -15,12 +15,12 @@ WRITE_SECONDS: Final = 0.5
 """Bound on what they add to one round of the periodic tasks."""
 DESCRIPTIONS_MAX: Final = 256
 """So many are kept, to be published again when Redis lost its data: the last ones."""
-CHARACTERS_MAX: Final = 64 << 10
+BYTES_MAX: Final = 64 << 10
 """Of one description; larger ones are not published."""
-KEY_CHARACTERS: Final = 256
-"""As many as a description of nothing counts for: its key takes memory of Redis, too."""
+KEY_BYTES: Final = 256
+"""What a description of nothing counts for: its key takes memory of Redis, too."""
 NEW_MAX: Final = 1 << 20
-"""Characters of new descriptions that are published at once: hundreds, of about 2,000 each."""
+"""Bytes of new descriptions that are published at once: hundreds, of about 2,000 each."""
 NEW_PER_SECOND: Final = 100
 """And with time: this makes 60 MB in the week that they stay. Others are not published."""
 
@@ -33,14 +33,14 @@ class Descriptions:
         """By namespace, the last one at the end."""
         self._unwritten: dict[str, None] = {}
         self._new = 0.0
-        """Characters of new descriptions, less those that time allows."""
+        """Bytes of new descriptions, less those that time allows."""
         self._counted_at = loop.time()
 
     def add(self, namespace: str, parts: Mapping[str, str]) -> bool:
         """Returns whether there is something new to be written."""
-        size = sum(len(name) + len(part) for name, part in parts.items())
+        size = sum(len(text.encode(errors="replace")) for pair in parts.items() for text in pair)
         is_new = self._parts.get(namespace) != parts
-        if size > CHARACTERS_MAX or (is_new and not self._may_add(KEY_CHARACTERS + size)):
+        if size > BYTES_MAX or (is_new and not self._may_add(KEY_BYTES + size)):
             return False
         self._parts.pop(namespace, None)
         self._parts[namespace] = parts

@@ -16,6 +16,7 @@ from connector_standins import (
     make_request,
     pixels,
 )
+from connectors.ec.watch import RequestItem
 from connectors.settings import parse_settings
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.protocol.messages import ClaimOutcome
@@ -359,6 +360,21 @@ def test_a_request_whose_items_exceed_the_budget_together_fails_alone() -> None:
     bench.build(finished=["all"])
     assert bench.scheduler.pins.held_bytes == 0
     assert not bench.buffer.pinned
+
+
+def test_a_pass_takes_as_long_as_a_request_has_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each was compared with all others: vLLM allows 999, and scheduled nothing for seconds."""
+
+    def compared(*_: object) -> bool:
+        raise AssertionError("items are told apart by their names")
+
+    bench = Bench(prefetch_bytes=10 * EMBEDS * EMBED_BYTES)
+    request = make_request("many", *(f"item-{n}" for n in range(100)), metadata_only=True)
+    monkeypatch.setattr(RequestItem, "__eq__", compared)
+    for _ in range(40):
+        assert not bench.ensure(request)
+        bench.build()
+        bench.clock.now += 0.05
 
 
 def test_one_of_two_items_is_no_output_of_the_encoder() -> None:
