@@ -306,12 +306,16 @@ class Claims:
         """Whether a new request starts at once, with nothing queued before it."""
         return session not in self._sessions or not self._sessions[session].active
 
-    def claim_all(self, session: Session, request: ClaimAll, tell: Tell) -> None:
-        """Take the claims of `request`; `tell` gets the events that `ClaimAll` describes."""
+    def claim_all(
+        self, session: Session, request: ClaimAll, tell: Tell, kept: Sequence[str] = ()
+    ) -> None:
+        """Take the claims of `request`; `tell` gets the events that `ClaimAll` describes. `kept`:
+        keys that the caller keeps until then, if they are more."""
         turns = self._sessions[session]
         task: asyncio.Task[None] | None = None
         if not self.read_only and request.id not in turns.sets:
-            task = self._start(session, request.keys, self._claim_all(session, request, tell))
+            waiting = self._claim_all(session, request, tell)
+            task = self._start(session, kept or request.keys, waiting)
         if task is None:
             tell(_event(Answer(ClaimOutcome.FAILED)))
         else:

@@ -119,7 +119,7 @@ class Prefetches:
             located()
         else:
             self.reads.loop.call_later(AHEAD_SECONDS, locate_at_last)
-        self.claims.claim_all(session, claim_all, told)
+        self.claims.claim_all(session, claim_all, told, kept=request.keys)
 
     def _bring(self, pending: _Pending) -> None:
         """Answer what certainly no node has, unless the session waits for it; bring the rest."""
@@ -135,7 +135,7 @@ class Prefetches:
             return
         try:
             bringing = self._bring_rest(pending, rest)
-            pending.session.start(bringing, keys=[key for _, key in rest])
+            pending.session.start(bringing, keys=pending.request.keys)  # all of them are kept
         except BufferFull:
             crowded = Fetched(None, MissReason.NO_ROOM)
             self._answer(pending, [(address, crowded) for address in rest])

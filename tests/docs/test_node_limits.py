@@ -74,7 +74,7 @@ def _bounds(capacity: int) -> dict[str, int]:
         "claims": held_claims.CLAIMS_MAX * (CLAIM_BYTES + MAX_KEY_CHARACTERS),
         "offers": devices.OFFERS_MAX * (OFFER_BYTES + MAX_KEY_CHARACTERS),
         "received by pools": devices.KNOWN_MAX * DIGEST_BYTES,
-        "descriptions": descriptions.DESCRIPTIONS_MAX * descriptions.CHARACTERS_MAX,
+        "descriptions": descriptions.DESCRIPTIONS_MAX * descriptions.BYTES_MAX,
     }
 
 

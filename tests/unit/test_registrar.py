@@ -457,7 +457,7 @@ def test_only_the_last_namespaces_are_kept() -> None:
                 registrar.describe(f"{number}", parts)
 
         store.meanwhile = meanwhile
-        registrar.describe("large", {"model": "m" * descriptions.CHARACTERS_MAX})
+        registrar.describe("large", {"model": "m" * descriptions.BYTES_MAX})
         assert comes_true(registrar, lambda: f"{count - 2}" in store.namespaces(), 3.0)
         kept = {"first", *map(str, range(count - 1))}
         assert store.namespaces().keys() == kept
@@ -465,8 +465,8 @@ def test_only_the_last_namespaces_are_kept() -> None:
 
 def test_a_client_fills_no_redis_with_descriptions() -> None:
     """They stay there for a week, those of ever new namespaces too."""
-    store, size = MemoryStore(), descriptions.CHARACTERS_MAX - len("model")
-    one = descriptions.CHARACTERS_MAX + descriptions.KEY_CHARACTERS
+    store, size = MemoryStore(), descriptions.BYTES_MAX - len("model")
+    one = descriptions.BYTES_MAX + descriptions.KEY_BYTES
     at_once = descriptions.NEW_MAX // one
     with registrar_on(store) as (registrar, _):
         for number in range(200):
