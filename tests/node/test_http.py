@@ -186,7 +186,9 @@ def test_at_the_connection_limit_a_new_connection_is_still_served(guarded: NodeP
     with ExitStack() as held:
         for said in (b"", request[:9], request):
             for _ in range(CONNECTIONS_MAX):
-                held.enter_context(connected(guarded)).sendall(said)
+                client = held.enter_context(connected(guarded))
+                client.sendall(said)
+                assert said != request or client.recv(1), "it is answered, and idle from then on"
             assert get(guarded, "/metrics", {"Authorization": f"Bearer {TOKEN}"})[0] == 200
 
 
