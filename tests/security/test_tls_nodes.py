@@ -445,6 +445,7 @@ def test_nodes_with_and_without_tls_refuse_each_other(
         here.insert(name, tensor_of("s", 1000))
         wait_until(lambda: plain.stats()["nodes_alive"] == 2, 10.0)
         wait_until(lambda: by_tls.stats()["nodes_alive"] == 2, 10.0)
+        wait_until(lambda: here.stats()["unpublished"] == 0, 10.0)
         with pytest.raises(MissingTensor, match="peer_failed"):
             there.select(name)
     for node, reason in ((plain, "TLS, which this node has not"), (by_tls, "without TLS, which")):
