@@ -151,25 +151,23 @@ class MetadataWaits:
             wait.reason = self._pin(state, item, pin)
             wait.sizes.pop(pin.identifier, None)
             wait.estimated.discard(pin.identifier)
-            if wait.reason and wait.reason in PERMANENT:
+            if not wait.reason:
+                wait.stored = 0
+            elif wait.reason in PERMANENT:
                 wait.failed = _unavailable([item], wait.reason)
-            if wait.reason == MissReason.NO_ROOM and pin.nbytes:
+            elif wait.reason == MissReason.NO_ROOM and pin.nbytes:
                 wait.sizes[pin.identifier] = pin.nbytes
             elif wait.reason == MissReason.NO_ROOM:
                 self._estimate(wait, [item])
-            if not wait.reason:
-                wait.stored = 0
         if settled and wait.sizes.keys() & wait.items.keys() - wait.in_flight.keys():
             self._drop_partial_pins(state, wait)
 
     def check(self, state: RequestState, lacking: Sequence[RequestItem]) -> Unavailable | None:
         """Return why a request that lacks these items fails, or None while it waits."""
-        wait, now = self._waits.get(state.request_id), self._clock()
-        if wait is None:
-            wait = self._waits[state.request_id] = _Wait()
-        if wait.since is None and state.over_budget:
-            self._estimate(wait, lacking)
+        wait, now = self._waits.setdefault(state.request_id, _Wait()), self._clock()
         if wait.since is None:
+            if state.over_budget:
+                self._estimate(wait, lacking)
             left = max(0.0, self._wait_seconds - wait.waited_seconds)
             wait.since, wait.deadline = now, now + left
             wait.limit = max(wait.deadline, now + WAIT_SECONDS_MAX - wait.waited_seconds)

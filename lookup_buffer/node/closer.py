@@ -29,7 +29,7 @@ CLOSERS_MAX: Final = 16
 """Closes that last, at the same time; the others wait."""
 GATHERING_SECONDS: Final = 0.02
 """What comes in this time is closed together."""
-_HEIR: Final = (sys.executable, "-ISs", "-c", "import os; os.read(0, 1)")
+_CHILD: Final = (sys.executable, "-ISs", "-c", "import os; os.read(0, 1)")
 """Exits at the end of its input. A start takes some 15 ms of a processor."""
 
 _log = logging.getLogger(__name__)
@@ -96,14 +96,14 @@ class Closer:
     def _close(self, descriptors: Sequence[int]) -> None:
         foreign = [one for one in descriptors if not _is_memory(one)]
         with self._starting:  # one at a time: it takes a processor
-            heir = _start_heir(foreign) if foreign else None
+            child = _start_child(foreign) if foreign else None
         for descriptor in descriptors:
             with suppress(OSError):  # it is closed also where its file system reports an error
                 os.close(descriptor)
         with self._lock:
             self._count -= len(descriptors)
-        if heir is not None:
-            heir.communicate()
+        if child is not None:
+            child.communicate()
 
 
 def urgent_in_line(connection: socket.socket) -> None:
@@ -131,12 +131,12 @@ def _is_memory(descriptor: int) -> bool:
     return True
 
 
-def _start_heir(descriptors: Sequence[int]) -> "subprocess.Popen[bytes] | None":
+def _start_child(descriptors: Sequence[int]) -> "subprocess.Popen[bytes] | None":
     """A process that has these descriptors until its input ends. None if there cannot be another
     one: then they are closed here, and what lingers keeps a thread."""
     try:
         for descriptor in descriptors:
             os.set_inheritable(descriptor, True)
-        return subprocess.Popen(_HEIR, stdin=subprocess.PIPE, close_fds=False, cwd="/")
+        return subprocess.Popen(_CHILD, stdin=subprocess.PIPE, close_fds=False, cwd="/")
     except (OSError, MemoryError, subprocess.SubprocessError):
         return None
