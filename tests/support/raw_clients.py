@@ -1,6 +1,7 @@
 """Clients of a node that a test drives itself, without any of the client's good manners."""
 
 import array
+import fcntl
 import os
 import socket
 from collections.abc import Iterator
@@ -10,7 +11,8 @@ from typing import Any
 from lookup_buffer.protocol import messages
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.messages import Request
-from nodes import NodeProcess
+from lookup_buffer.shm.memory import SEALS
+from nodes import MIB, NodeProcess
 
 
 class Raw:
@@ -73,3 +75,20 @@ def raw(node: NodeProcess, *, session: bool = True) -> Iterator[Raw]:
         if session:
             connection.hello()
         yield connection
+
+
+def pass_on(client: Raw, frame: bytes, descriptors: list[int], flags: int = 0) -> None:
+    """Send the descriptors, so that the node has the last ones."""
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+    client.socket.sendmsg([frame], [rights], flags)
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def memfd(nbytes: int, seals: int = SEALS, filled_bytes: int = 0) -> int:
+    descriptor = os.memfd_create("attack", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, nbytes)
+    for offset in range(0, filled_bytes, MIB):
+        os.pwrite(descriptor, b"x" * min(MIB, filled_bytes - offset), offset)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
